@@ -1,0 +1,1 @@
+"""Device meshes and device groups: topology, data ranks and placement for distributed training."""

@@ -1,0 +1,1 @@
+"""Verified, versioned weight transfer from trainers to samplers."""

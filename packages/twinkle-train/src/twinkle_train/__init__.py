@@ -1,0 +1,1 @@
+"""Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""

@@ -1,0 +1,1 @@
+"""A vLLM sampler on a device mesh whose weights are always current."""
