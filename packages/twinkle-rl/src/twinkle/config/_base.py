@@ -1,0 +1,162 @@
+"""One pydantic model a command, filled from flags, environment variables, a TOML file and a preset (in that order of strength)."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, Self
+
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from twinkle._errors import ConfigError
+
+ENV_PREFIX = "TWINKLE_"
+
+
+class _Parser(ArgumentParser):
+    """An argument parser whose errors are exceptions that suggest the option that was probably meant."""
+
+    known: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise ConfigError(message)
+        flag = unknown.split()[0].split("=")[0]
+        near = difflib.get_close_matches(flag, self.known, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options."
+        raise ConfigError(f"unknown option {flag}: {hint}")
+
+
+class CommandConfig(BaseSettings):
+    """Base of the commands' configurations. Use `load`; `--config FILE.toml` names a file, `TWINKLE_A__B` sets field a.b."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        use_attribute_docstrings=True,
+        nested_model_default_partial_update=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+    )
+    # What `load` hands to the sources; pydantic-settings builds them in a class method and offers no other way.
+    _layers: ClassVar[tuple[dict[str, Any], ...]] = ()
+
+    @classmethod
+    def presets(cls) -> dict[str, dict[str, Any]]:
+        """Defaults of each preset by name."""
+        return {}
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, *(InitSettingsSource(settings_cls, init_kwargs=layer) for layer in cls._layers))
+
+    @classmethod
+    def load(cls, argv: Sequence[str] = (), *, prog: str | None = None) -> Self:
+        """Read the configuration from flags, then the environment, then `--config`, then the preset, then the defaults.
+
+        Args:
+            argv: command-line words after the command's name.
+            prog: name shown by `--help`.
+
+        Raises:
+            ConfigError: an unknown option, a value that does not fit, or a file that cannot be read.
+            SystemExit: after `--help`.
+        """
+        words = list(argv)
+        file_values = _read_toml(_take_option(words, "--config"))
+        preset = _peek_option(words, "--preset") or os.environ.get(ENV_PREFIX + "PRESET") or file_values.get("preset") or cls.model_fields["preset"].default
+        if preset not in cls.presets():
+            raise ConfigError(f"unknown preset {preset!r}: there are {', '.join(cls.presets())}")
+        chosen = {"preset": preset, **cls.presets()[preset]}
+        loaded = type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "__module__": cls.__module__, "_layers": (file_values, chosen)})
+        parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, epilog=_EPILOG)
+        parser.known = ["--config", *option_names(cls)]
+        try:
+            flags = CliSettingsSource(loaded, root_parser=parser, cli_parse_args=words, cli_exit_on_error=False)
+            values = loaded(_cli_settings_source=flags)  # pyright: ignore[reportCallIssue]
+        except ValidationError as error:
+            raise ConfigError(_readable(error, option_names(cls))) from None
+        return cls.model_construct(_fields_set=None, **{name: getattr(values, name) for name in cls.model_fields})
+
+
+_EPILOG = f"Also: --config FILE.toml reads the same fields from a file; environment variables are {ENV_PREFIX}STEPS, {ENV_PREFIX}ACTOR__TP, ..."
+
+
+def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every command-line option of a configuration, e.g. `--actor.sequence-parallel`."""
+    return [f"--{prefix}{name}" for name in _dotted_names(model)]
+
+
+def _dotted_names(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        word = name.replace("_", "-")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from (f"{word}.{inner}" for inner in _dotted_names(field.annotation))
+        else:
+            yield word
+
+
+def _peek_option(words: Sequence[str], flag: str) -> str | None:
+    for i, word in enumerate(words):
+        if word == flag and i + 1 < len(words):
+            return words[i + 1]
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _take_option(words: list[str], flag: str) -> str | None:
+    value = _peek_option(words, flag)
+    for i, word in enumerate(words):
+        if word == flag:
+            if value is None:
+                raise ConfigError(f"{flag} needs a value")
+            del words[i : i + 2]
+            break
+        if word.startswith(flag + "="):
+            del words[i]
+            break
+    return value
+
+
+def _read_toml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+
+
+def _readable(error: ValidationError, options: Sequence[str]) -> str:
+    """One line a fault, under the option's name."""
+    lines: list[str] = []
+    for fault in error.errors():
+        place = ".".join(str(part) for part in fault["loc"])
+        flag = "--" + place.replace("_", "-")
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(flag, options, n=1)
+            message = "there is no such setting" + (f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else "")
+        elif fault["type"] not in ("value_error", "extra_forbidden"):
+            message = f"{message} (got {fault['input']!r})"
+        lines.append(f"{flag}: {message}" if place else message)
+    return "\n".join(lines)

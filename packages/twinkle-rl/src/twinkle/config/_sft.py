@@ -1,0 +1,63 @@
+"""Configuration of `twinkle sft`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from twinkle.config._base import CommandConfig
+from twinkle.config._common import ActorConfig, RuntimeConfig, TaskConfig
+
+
+class SFTConfig(CommandConfig):
+    """Supervised fine-tuning on chat data, or on the arithmetic task's worked answers."""
+
+    preset: Literal["tiny"] = "tiny"
+    """Where the defaults come from: 'tiny' makes a small Qwen3."""
+    model: str | None = None
+    """Folder of a Hugging Face checkpoint to start from; empty: what the preset brings."""
+    dataset: Path | None = None
+    """A JSONL file, a JSON object with `messages` a line; empty: the arithmetic task."""
+    run_dir: Path | None = None
+    """Folder for everything that the run writes; empty: runs/<command>-<time>."""
+    seed: int = Field(0, ge=0)
+    """Seed of the model's initialisation and of the order of the data."""
+    steps: int = Field(100, ge=1)
+    """Optimizer steps; the data is repeated as often as needed."""
+    batch_size: int = Field(64, ge=1)
+    """Sequences a step, over all data ranks."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest sequence in tokens; longer ones are an error that names the row."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate (Adam, betas 0.9 and 0.98)."""
+    lr_warmup_steps: int = Field(50, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
+    save_model: bool = True
+    """Write the trained model as a Hugging Face checkpoint into the run folder."""
+    task: TaskConfig = TaskConfig()
+    """The problems, where no dataset is given."""
+    actor: ActorConfig = ActorConfig()
+    """The trainer group."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """Where the components run."""
+
+    @classmethod
+    def presets(cls) -> dict[str, dict[str, Any]]:
+        """Defaults of each preset; anything not named keeps the class's default."""
+        return {"tiny": {}}
+
+    @model_validator(mode="after")
+    def _check(self) -> SFTConfig:
+        if self.runtime.mode == "local" and self.actor.world_size > 1:
+            raise ValueError(
+                f"mode 'local' is one process, but the actor asks for {self.actor.world_size} ranks; use --runtime.mode ray, or leave the sizes at 1"
+            )
+        if self.actor.sequence_parallel and self.actor.tp < 2:
+            raise ValueError("actor.sequence_parallel splits activations over the tensor parallel ranks: set --actor.tp 2 or more")
+        if self.batch_size < self.actor.dp:
+            raise ValueError(f"batch_size={self.batch_size} is less than actor.dp={self.actor.dp}: some ranks would have nothing to do")
+        return self

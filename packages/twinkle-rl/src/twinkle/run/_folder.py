@@ -1,0 +1,99 @@
+"""The folder that holds everything a run writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from twinkle._errors import RunFolderError
+
+
+class RunFolder:
+    """Creates and writes a run's folder; every failure names the folder and what to do.
+
+    Files: `config.json` (the resolved configuration), `metrics.jsonl` (a line a step), `summary.json`, `rollouts.jsonl` when recorded,
+    `curves.png`, `checkpoint/` (the trained model).
+
+    Args:
+        path: where to put it; must not hold an earlier run.
+
+    Raises:
+        RunFolderError: it exists and is not empty, cannot be created, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        with self._explained("create"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            taken = next(self.path.iterdir(), None)
+        if taken is not None:
+            raise RunFolderError(f"run folder {self.path} is not empty (it holds {taken.name}); name another one with --run-dir, or move it away")
+        self._probe()
+
+    @classmethod
+    def default(cls, command: str) -> RunFolder:
+        """A new folder `runs/<command>-<time>` under the current folder."""
+        base = Path("runs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path, count = base, 1
+        while path.exists():
+            count += 1
+            path = base.with_name(f"{base.name}-{count}")
+        return cls(path)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
+        """Write one JSON file whole or not at all (a temporary name, then a rename)."""
+        target = self.path / name
+        partial = target.with_name(f".{name}.partial")
+        with self._explained("write"):
+            partial.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+            partial.replace(target)
+        return target
+
+    def append_line(self, name: str, value: Mapping[str, Any]) -> None:
+        """Append one JSON line; it is on disk when this returns."""
+        with self._explained("write"), (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value, default=float) + "\n")
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """Give the path of a file or folder to be written by somebody else, with the same error messages."""
+        with self._explained("write"):
+            yield self.path / name
+
+    def _probe(self) -> None:
+        """Write and delete 1 MiB now: a full or read-only disk shows before the work starts, not after it."""
+        probe = self.path / ".probe"
+        with self._explained("write"):
+            try:
+                with probe.open("wb") as file:
+                    file.write(bytes(1 << 20))
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                probe.unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except RunFolderError:
+            raise
+        except OSError as error:
+            raise RunFolderError(f"cannot {verb} run folder {self.path}: {error.strerror or error}{self._free()}; choose another one with --run-dir") from error
+
+    def _free(self) -> str:
+        """How much room there is, where that can be said."""
+        parent = self.path
+        while not parent.exists() and parent != parent.parent:
+            parent = parent.parent
+        try:
+            free_bytes = shutil.disk_usage(parent).free
+        except OSError:
+            return ""
+        return f" ({free_bytes / 2**20:.0f} MiB free there)"
