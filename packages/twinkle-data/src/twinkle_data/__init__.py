@@ -1,1 +1,28 @@
 """Data formats, chat templates, datasets and mesh-aware data loading for LLM post-training."""
+
+from ._errors import DataError, DatasetError, FormatError, LoaderStateError, MissingExtraError, SequenceTooLongError, TemplateError
+from ._formats import IGNORE_INDEX, InputFeature, Message, Trajectory
+from ._processor import Batch, InputProcessor
+from ._sampling import ModelOutput, SampledSequence, SampleResponse, SamplingParams, append_context, append_sample
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Batch",
+    "DataError",
+    "DatasetError",
+    "FormatError",
+    "InputFeature",
+    "InputProcessor",
+    "LoaderStateError",
+    "Message",
+    "MissingExtraError",
+    "ModelOutput",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+    "SequenceTooLongError",
+    "TemplateError",
+    "Trajectory",
+    "append_context",
+    "append_sample",
+]

@@ -1,0 +1,225 @@
+"""The records that travel between datasets, samplers and trainers: plain numpy, no torch.
+
+Every record is a frozen, keyword-only dataclass that checks itself when it is made; change one with `dataclasses.replace`.
+Shape suffix: T tokens of a sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ._errors import FormatError
+
+IGNORE_INDEX = -100
+"""The label of a token that is not trained on."""
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One turn of a conversation.
+
+    Args:
+        role: 'system', 'user', 'assistant', 'tool', or another role that the chat template knows.
+        content: the text, without the template's markers.
+        loss: whether the turn is trained on. None: assistant turns are, all others are not. True is for assistant turns only.
+
+    Raises:
+        FormatError: an empty role, a content that is not text, or `loss=True` on a turn that the model does not write.
+    """
+
+    role: str
+    content: str
+    loss: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, str) or not self.role:
+            raise FormatError(f"Message.role must be a non-empty string, not {self.role!r}")
+        if not isinstance(self.content, str):
+            raise FormatError(f"Message.content must be a string, not {type(self.content).__name__} (role {self.role!r})")
+        if self.loss and self.role != "assistant":
+            raise FormatError(f"Message.loss=True is for assistant turns; this one is a {self.role!r} turn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """A conversation, and whatever the user wants to carry along with it.
+
+    Args:
+        messages: at least one `Message`; mappings with the same keys are converted.
+        user_data: travels untouched into the `InputFeature` and the `SampleResponse` (an answer to compare with, say).
+
+    Raises:
+        FormatError: no message, or a message that is not one. The text names its index.
+    """
+
+    messages: Sequence[Message]
+    user_data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", _messages(self.messages))
+        _check_user_data("Trajectory", self.user_data)
+
+
+def _messages(messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise FormatError(f"Trajectory.messages must be a list of Message, not {type(messages).__name__}")
+    if not messages:
+        raise FormatError("Trajectory.messages is empty; a trajectory needs at least one message")
+    return tuple(_message(message, index) for index, message in enumerate(messages))
+
+
+def _message(message: Message | Mapping[str, Any], index: int) -> Message:
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping):
+        raise FormatError(f"Trajectory.messages[{index}] must be a Message or a mapping, not {type(message).__name__}")
+    known = {f.name for f in fields(Message)}
+    for key in ("role", "content"):
+        if key not in message:
+            raise FormatError(f"Trajectory.messages[{index}] has no {key!r} (it has: {', '.join(map(repr, message))})")
+    if unknown := [key for key in message if key not in known]:
+        raise FormatError(f"Trajectory.messages[{index}] has unknown fields {unknown}; a message has role, content and loss")
+    try:
+        return Message(role=message["role"], content=message["content"], loss=message.get("loss"))
+    except FormatError as error:
+        raise FormatError(f"Trajectory.messages[{index}]: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InputFeature:
+    """One tokenised sequence. Every array is numpy, `[T]`, and aligned with `input_ids`: entry t speaks of token t.
+
+    Nobody but `InputProcessor` shifts. Lists are converted; arrays are stored with the dtype given below.
+
+    Args:
+        input_ids: int64 `[T]`, T >= 1, none negative.
+        labels: int64 `[T]`: `input_ids[t]` where token t is trained on and -100 elsewhere. None: `completion_mask` decides, and
+            without one every token is trained on.
+        position_ids: int64 `[T]`. None: 0, 1, 2, ...
+        completion_mask: bool `[T]`: the token was written by the assistant (sampled, in a feature that a sampler returned).
+        loss_weights: float32 `[T]`: a factor for each token's loss.
+        logprobs: float32 `[T]`: natural log p(input_ids[t] | input_ids[:t]) at `temperature` under the policy that sampled;
+            0 where the token was not sampled, and at index 0.
+        ref_logprobs: float32 `[T]`: the same under a reference policy.
+        advantages: a number for the whole completion, or float32 `[T]`.
+        temperature: the temperature of `logprobs`, by which trainers divide logits. Above zero.
+        weight_version: the version of the weights that sampled.
+        user_data: travels along untouched.
+
+    Raises:
+        FormatError: lengths that differ, labels that are shifted, values that are not finite, and the like.
+    """
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64] | None = None
+    position_ids: NDArray[np.int64] | None = None
+    completion_mask: NDArray[np.bool_] | None = None
+    loss_weights: NDArray[np.float32] | None = None
+    logprobs: NDArray[np.float32] | None = None
+    ref_logprobs: NDArray[np.float32] | None = None
+    advantages: float | NDArray[np.float32] | None = None
+    temperature: float = 1.0
+    weight_version: int | None = None
+    user_data: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        input_ids = _integers("input_ids", self.input_ids)
+        if input_ids.size == 0:
+            raise FormatError("InputFeature.input_ids is empty; a sequence needs at least one token")
+        if input_ids.min() < 0:
+            raise FormatError(f"InputFeature.input_ids[{int(input_ids.argmin())}] is negative; padding is added by InputProcessor")
+        length = len(input_ids)
+        converted: dict[str, Any] = {"input_ids": input_ids}
+        for name in ("labels", "position_ids"):
+            if (value := getattr(self, name)) is not None:
+                converted[name] = _same_length(name, _integers(name, value), length)
+        if self.completion_mask is not None:
+            converted["completion_mask"] = _same_length("completion_mask", _booleans("completion_mask", self.completion_mask), length)
+        for name in ("loss_weights", "logprobs", "ref_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                converted[name] = _same_length(name, _floats(name, value), length)
+        if self.advantages is not None:
+            advantages = _floats("advantages", self.advantages, scalar=True)
+            converted["advantages"] = float(advantages) if advantages.ndim == 0 else _same_length("advantages", advantages, length)
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        if self.labels is not None:
+            wrong = (self.labels != IGNORE_INDEX) & (self.labels != self.input_ids)
+            if wrong.any():
+                t = int(wrong.argmax())
+                raise FormatError(
+                    f"InputFeature.labels[{t}] is {self.labels[t]}, input_ids[{t}] is {self.input_ids[t]}: a label is the token itself "
+                    f"or {IGNORE_INDEX}. Labels are not shifted here; InputProcessor does that"
+                )
+        if self.position_ids is not None and self.position_ids.min() < 0:
+            raise FormatError("InputFeature.position_ids holds a negative position")
+        for name in ("logprobs", "ref_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value[0] != 0:
+                raise FormatError(
+                    f"InputFeature.{name}[0] is {value[0]}, but nothing precedes token 0: {name}[t] belongs to input_ids[t], index 0 is 0"
+                )
+        if not isinstance(self.temperature, (int, float)) or not np.isfinite(self.temperature) or self.temperature <= 0:
+            raise FormatError(f"InputFeature.temperature must be a finite number above 0, not {self.temperature!r}")
+        _check_user_data("InputFeature", self.user_data)
+
+    def __len__(self) -> int:
+        """The number of tokens T."""
+        return len(self.input_ids)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when every field is: arrays element by element."""
+        if not isinstance(other, InputFeature):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(value)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise FormatError(f"InputFeature.{name} must hold integers, not {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _booleans(name: str, value: ArrayLike) -> NDArray[np.bool_]:
+    array = np.asarray(value)
+    if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
+        raise FormatError(f"InputFeature.{name} must hold booleans (or 0 and 1)")
+    return array.astype(np.bool_, copy=False)
+
+
+def _floats(name: str, value: ArrayLike, *, scalar: bool = False) -> NDArray[np.float32]:
+    array = np.asarray(value)
+    if not (np.issubdtype(array.dtype, np.number) or array.dtype == np.bool_):
+        raise FormatError(f"InputFeature.{name} must hold numbers, not {array.dtype}")
+    if not np.isfinite(array).all():
+        raise FormatError(f"InputFeature.{name} holds a value that is not finite")
+    # A scalar keeps double precision: it is stored as a Python float.
+    return array if scalar and array.ndim == 0 else array.astype(np.float32, copy=False)
+
+
+def _same_length(name: str, array: NDArray[Any], length: int) -> NDArray[Any]:
+    if array.shape != (length,):
+        raise FormatError(f"InputFeature.{name} has shape {array.shape}, input_ids has ({length},): they are aligned token by token")
+    return array
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
+    return bool(a == b)
+
+
+def _check_user_data(owner: str, user_data: Any) -> None:
+    if not isinstance(user_data, dict):
+        raise FormatError(f"{owner}.user_data must be a dict, not {type(user_data).__name__}")
