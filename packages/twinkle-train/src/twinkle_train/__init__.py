@@ -1,1 +1,60 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
+
+from ._collect import collect_model_output
+from ._errors import (
+    CallOrderError,
+    ConfigError,
+    InputError,
+    NonFiniteError,
+    PeerError,
+    ProcessGroupError,
+    TrainError,
+    UnknownAdapterError,
+)
+from ._loss import Loss, LossInput, LossOutput
+from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
+from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
+from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
+from ._optimizer import OptimizerConfig, build_torch_optimizer
+from ._process_group import init_process_group
+from ._schedules import LRSchedule
+from ._state import Gradients, TrainState, state_of
+from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
+
+__all__ = [
+    "AnyMetric",
+    "CallOrderError",
+    "ConfigError",
+    "CrossEntropyLoss",
+    "GRPOLoss",
+    "Gradients",
+    "InputError",
+    "LRSchedule",
+    "Loss",
+    "LossInput",
+    "LossOutput",
+    "MaxMetric",
+    "Metric",
+    "NonFiniteError",
+    "OptimizerConfig",
+    "PeerError",
+    "ProcessGroupError",
+    "ReduceGroups",
+    "Totals",
+    "TrainError",
+    "TrainState",
+    "UnknownAdapterError",
+    "build_torch_optimizer",
+    "collect_model_output",
+    "combine_metrics",
+    "init_process_group",
+    "loss_input_from_batch",
+    "num_micro_batches",
+    "reduce_max",
+    "reduce_sum",
+    "reduce_totals",
+    "resolve_loss",
+    "split_micro_batches",
+    "state_of",
+    "unshift_rows",
+]

@@ -1,0 +1,102 @@
+"""Splitting a rank's rows into micro-batches, and a micro-batch into what a loss takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinkle_data import IGNORE_INDEX, Batch, InputFeature
+
+from ._errors import ConfigError, InputError
+from ._loss import LossInput
+
+_ALL_OR_NONE = ("logprobs", "ref_logprobs", "advantages")
+
+
+def num_micro_batches(num_rows: int, micro_batch_size: int | None) -> int:
+    """How many micro-batches that many rows make; one when `micro_batch_size` is None.
+
+    Raises ConfigError for a size below 1, InputError without rows.
+    """
+    if num_rows < 1:
+        raise InputError("this rank got no rows: give every data rank at least one")
+    if micro_batch_size is None:
+        return 1
+    if micro_batch_size < 1:
+        raise ConfigError(f"micro_batch_size must be >= 1 or None, got {micro_batch_size}")
+    return -(-num_rows // micro_batch_size)
+
+
+def split_micro_batches(inputs: Sequence[InputFeature], micro_batch_size: int | None = None, *, count: int | None = None) -> list[list[InputFeature]]:
+    """The rows in order, in micro-batches of at most `micro_batch_size` rows; all in one when it is None.
+
+    count: make exactly that many instead (at least as many as needed), of nearly equal size: data ranks whose models talk to one another
+    must run equally many, and their rows differ by up to one. Where rows run out, micro-batches hold one untrained copy of the last row,
+    which adds nothing to loss or gradients; the copies come after all rows.
+
+    Raises ConfigError for a size below 1 or too small a count, InputError without rows or when only some rows have logprobs,
+    ref_logprobs or advantages.
+    """
+    needed = num_micro_batches(len(inputs), micro_batch_size)
+    for name in _ALL_OR_NONE:
+        missing = [index for index, feature in enumerate(inputs) if getattr(feature, name) is None]
+        if missing and len(missing) < len(inputs):
+            raise InputError(f"row {missing[0]} has no {name}, others have: give it to all rows or to none")
+    if count is None:
+        size = len(inputs) if micro_batch_size is None else micro_batch_size
+        return [list(inputs[start : start + size]) for start in range(0, len(inputs), size)]
+    if count < needed:
+        raise ConfigError(f"{count} micro-batches of at most {micro_batch_size} rows cannot hold {len(inputs)} rows")
+    rows = [*inputs, *[untrained(inputs[-1])] * (count - len(inputs))]
+    bounds = [len(rows) * index // count for index in range(count + 1)]
+    return [rows[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def untrained(feature: InputFeature) -> InputFeature:
+    """The same row with no token trained on."""
+    return replace(feature, labels=np.full(len(feature.input_ids), IGNORE_INDEX, dtype=np.int64))
+
+
+def loss_input_from_batch(batch: Batch, logprobs_BT: Tensor, entropy_BT: Tensor | None = None) -> LossInput:
+    """What a loss takes, from a collated batch and the model's per-token log-probabilities, on their device.
+
+    batch: position t speaks of the token that follows (`InputProcessor` has shifted). logprobs_BT: log-probabilities of `batch.targets`
+    at `batch.temperature`, [B, T] of the batch, with their graph. entropy_BT: the same shape, or None.
+
+    `old_logprobs_BT` are the features' `logprobs`.
+
+    Raises InputError when shapes disagree or a loss weight is negative.
+    """
+    if (batch.loss_mask < 0).any():
+        raise InputError("a loss weight is negative; give the sign to the advantages")
+
+    def tensor(array: NDArray[np.generic] | None) -> Tensor | None:
+        return None if array is None else torch.as_tensor(array, device=logprobs_BT.device)
+
+    return LossInput(
+        logprobs_BT=logprobs_BT,
+        mask_BT=torch.as_tensor(batch.loss_mask, device=logprobs_BT.device),
+        sequence_ids_BT=torch.as_tensor(batch.sequence_ids, device=logprobs_BT.device),
+        entropy_BT=entropy_BT,
+        old_logprobs_BT=tensor(batch.logprobs),
+        ref_logprobs_BT=tensor(batch.ref_logprobs),
+        advantages_BT=tensor(batch.advantages),
+        temperature_BT=tensor(batch.temperature),
+    )
+
+
+def unshift_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: int) -> list[NDArray[np.float32]]:
+    """Per-token values of micro-batches as one numpy array [T] a row, aligned with `input_ids`, without the untrained copies at the end.
+
+    values: one [B, T] a batch, on any device.
+    """
+    rows: list[NDArray[np.float32]] = []
+    for batch, value_BT in zip(batches, values, strict=True):
+        rows += batch.unshift(value_BT.detach().float().cpu().numpy())
+    return rows[:num_rows]

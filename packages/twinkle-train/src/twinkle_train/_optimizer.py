@@ -1,0 +1,70 @@
+"""What optimizer to use, checked once, and torch's own for engines that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ._errors import ConfigError
+
+_NAMES = ("adamw", "adam", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """An optimizer that every engine has.
+
+    name: 'adamw' (decoupled weight decay, arXiv:1711.05101), 'adam' (the same without weight decay) or 'sgd'; in any case.
+    lr: base learning rate. betas, eps: of Adam. weight_decay: not applied to parameters with fewer than two axes (norms, biases).
+    momentum: of SGD.
+
+    Raises ConfigError for an unknown name, for numbers out of range, and for options that the optimizer would ignore.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name.lower())
+        if self.name not in _NAMES:
+            raise ConfigError(f"unknown optimizer {self.name!r}; known are {', '.join(_NAMES)}")
+        if not self.lr >= 0:
+            raise ConfigError(f"lr must be >= 0, got {self.lr}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if not self.eps > 0:
+            raise ConfigError(f"eps must be > 0, got {self.eps}")
+        if not self.weight_decay >= 0:
+            raise ConfigError(f"weight_decay must be >= 0, got {self.weight_decay}")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.name == "adam" and self.weight_decay:
+            raise ConfigError("optimizer 'adam' has no weight decay here; use 'adamw'")
+        if self.name != "sgd" and self.momentum:
+            raise ConfigError(f"optimizer {self.name!r} has no momentum; use betas")
+
+
+def build_torch_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's optimizer of that configuration over the parameters that require a gradient.
+
+    Raises ConfigError when none does.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)

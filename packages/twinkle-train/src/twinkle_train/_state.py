@@ -1,0 +1,175 @@
+"""What a trainer keeps for each adapter, and the order in which its methods may be called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, TypeVar
+
+from ._errors import CallOrderError, InputError, NonFiniteError, UnknownAdapterError
+from ._loss import Loss
+from ._metrics import Metric
+from ._optimizer import OptimizerConfig
+from ._schedules import LRSchedule
+from ._totals import Totals
+
+PendingT = TypeVar("PendingT")
+
+
+class Gradients(Enum):
+    """What the gradients of an adapter hold."""
+
+    NONE = "none"
+    SUMS = "sums"  # sums over tokens or sequences, of this rank
+    MEANS = "means"  # summed over ranks and divided by the global weight
+    USED = "used"  # a step was taken with them
+
+
+@dataclass
+class TrainState(Generic[PendingT]):
+    """Loss, optimizer settings, accumulated weight, counters and metrics of one adapter ('' is the base model).
+
+    Engine-independent: tensors and optimizers stay with the engine. `pending` is what `forward` left for `calculate_loss` and
+    `backward`; nothing else writes it, so a `forward_only` between them changes nothing.
+
+    num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight.
+    step: optimizer steps taken. learning_rate: the one that the next step uses.
+    """
+
+    adapter_name: str = ""
+    loss: Loss | None = None
+    optimizer: OptimizerConfig | None = None
+    schedule: LRSchedule = field(default_factory=LRSchedule)
+    gradients: Gradients = Gradients.NONE
+    accumulated_weight: float = 0.0
+    num_accumulated: int = 0
+    step: int = 0
+    learning_rate: float = 0.0
+    pending: PendingT | None = None
+    totals: Totals = field(default_factory=Totals)
+    grad_norm: Metric = field(default_factory=lambda: Metric(0.0, 0.0))
+    used_learning_rate: float | None = None
+
+    def require_loss(self, method: str) -> Loss:
+        """The loss; CallOrderError when none was set."""
+        if self.loss is None:
+            raise CallOrderError(f"{method} needs a loss: call set_loss('cross_entropy') or another first")
+        return self.loss
+
+    def require_optimizer(self, method: str) -> OptimizerConfig:
+        """The optimizer's configuration; CallOrderError when none was set."""
+        if self.optimizer is None:
+            raise CallOrderError(f"{method} needs an optimizer: call set_optimizer('adamw', lr=...) first")
+        return self.optimizer
+
+    def require_pending(self, method: str) -> PendingT:
+        """What `forward` left; CallOrderError when there is nothing."""
+        if self.pending is None:
+            raise CallOrderError(f"{method} needs a forward: call forward(inputs) first (a backward uses it up)")
+        return self.pending
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Takes the configuration and starts its schedule from the steps already taken."""
+        self.optimizer = config
+        self.update_learning_rate()
+
+    def set_schedule(self, schedule: LRSchedule) -> None:
+        """Takes the schedule; CallOrderError without an optimizer."""
+        self.require_optimizer("set_lr_scheduler")
+        self.schedule = schedule
+        self.update_learning_rate()
+
+    def update_learning_rate(self) -> float:
+        """Sets the learning rate to the schedule's at `step`, a pure function of it: calling it twice is harmless."""
+        self.learning_rate = self.require_optimizer("lr_step").lr * self.schedule.factor(self.step)
+        return self.learning_rate
+
+    def check_can_accumulate(self, method: str) -> None:
+        """CallOrderError when the gradients that are there cannot be added to."""
+        if self.gradients is Gradients.USED:
+            raise CallOrderError(f"{method} after step: call zero_grad() first, or the old gradients would be added to the new")
+        if self.gradients is Gradients.MEANS:
+            raise CallOrderError(f"{method} after clip_grad_norm: the gradients are means already; call step() and zero_grad() first")
+
+    def add_gradients(self, totals: Totals) -> None:
+        """Counts one backward whose global totals these are. Raises NonFiniteError when its loss is NaN or infinite."""
+        self.check_can_accumulate("backward")
+        self.gradients = Gradients.SUMS
+        self.accumulated_weight += totals.weight
+        self.num_accumulated += 1
+        self.pending = None
+        check_finite(totals)
+
+    def divisor(self, method: str) -> float | None:
+        """What the gradients must be divided by now to become means, None when they are means already. Call `mark_means` after it.
+
+        Raises CallOrderError without gradients, InputError when the global weight is zero.
+        """
+        if self.gradients is Gradients.MEANS:
+            return None
+        if self.gradients is Gradients.NONE:
+            raise CallOrderError(f"{method} without gradients: call forward_backward(inputs), or forward, calculate_loss and backward, first")
+        if self.gradients is Gradients.USED:
+            raise CallOrderError(f"{method} after step: its gradients were used; call zero_grad() and forward_backward(inputs) first")
+        if self.accumulated_weight <= 0:
+            raise InputError(f"{method}: the accumulated weight is {self.accumulated_weight}: no token of any rank is trained on (check labels)")
+        return self.accumulated_weight
+
+    def mark_means(self) -> None:
+        """Notes that the engine has summed the gradients over ranks and divided them."""
+        self.gradients = Gradients.MEANS
+
+    def finish_step(self) -> None:
+        """Counts an optimizer step with the gradients that are there."""
+        self.gradients = Gradients.USED
+        self.used_learning_rate = self.learning_rate
+        self.step += 1
+
+    def clear_gradients(self) -> None:
+        """Forgets gradients and their weight; a pending forward stays."""
+        self.gradients = Gradients.NONE
+        self.accumulated_weight = 0.0
+        self.num_accumulated = 0
+
+    def record(self, totals: Totals) -> None:
+        """Adds a call's global totals to the metrics."""
+        self.totals = self.totals.combine(totals)
+
+    def record_grad_norm(self, norm: float) -> None:
+        """Adds a step's gradient norm to the metrics; NonFiniteError when it is not finite."""
+        if not abs(norm) < float("inf"):
+            self.gradients = Gradients.USED  # so that a step with them is refused
+            raise NonFiniteError(
+                f"the gradient norm is {norm}; the weights were not changed. Look for overflow in the loss or a learning rate too high"
+            )
+        self.grad_norm = self.grad_norm.combine(Metric(norm, 1.0))
+
+    def take_metrics(self) -> dict[str, float]:
+        """The metrics since the last call, as floats: `loss`, `grad_norm` (mean over steps), `lr`, and the loss's own."""
+        metrics = self.totals.metric_values()
+        if self.totals.weight:
+            metrics["loss"] = self.totals.loss
+        if self.grad_norm.weight:
+            metrics["grad_norm"] = self.grad_norm.compute()
+        if self.optimizer is not None:
+            metrics["lr"] = self.learning_rate if self.used_learning_rate is None else self.used_learning_rate
+        self.totals, self.grad_norm, self.used_learning_rate = Totals(), Metric(0.0, 0.0), None
+        return metrics
+
+
+def check_finite(totals: Totals) -> None:
+    """Raises NonFiniteError when the sum or the weight of a loss is NaN or infinite."""
+    for name, value in (("loss", totals.loss_sum), ("loss weight", totals.weight)):
+        if not abs(value) < float("inf"):
+            raise NonFiniteError(f"the {name} is {value}; its gradients are unusable: call zero_grad() and look at the inputs")
+
+
+StateT = TypeVar("StateT")
+
+
+def state_of(states: dict[str, StateT], adapter_name: str) -> StateT:
+    """The state of exactly that adapter; UnknownAdapterError naming those that exist."""
+    state = states.get(adapter_name)
+    if state is None:
+        raise UnknownAdapterError(f"no adapter {adapter_name!r}; there are {sorted(states)} ('' is the base model)")
+    return state
