@@ -136,25 +136,28 @@ class _Planner:
 
     def _place_processes(self, group: DeviceGroup) -> tuple[WorkerSlot, ...]:
         # Fill the cores of all nodes once before any core gets a second process, and so on.
-        for per_core in range(1, MAX_PROCESSES_PER_CORE + 1):
-            capacity = [
-                max(0, min(int(per_core * node.num_cpus) - used, left // self.cpu_unit))
-                for node, used, left in zip(self.nodes, self.processes, self.cpu_left, strict=True)
-            ]
-            if sum(capacity) >= group.num_workers:
-                break
-        else:
+        rounds = range(1, MAX_PROCESSES_PER_CORE + 1)
+        capacity = next((c for c in map(self._process_capacity, rounds) if sum(c) >= group.num_workers), None)
+        if capacity is None:
+            room = self._process_capacity(MAX_PROCESSES_PER_CORE)
             cores = sum(node.num_cpus for node in self.nodes)
-            rows = self._rows(lambda i: f"{self.nodes[i].num_cpus:g} cores, {self.processes[i]} processes, room for {capacity[i]}", "nodes")
+            rows = self._rows(lambda i: f"{self.nodes[i].num_cpus:g} cores, {self.processes[i]} processes, room for {room[i]}", "cores")
             raise PlacementError(
-                f"device group {group.name!r} needs {group.num_workers} CPU processes, but only {sum(capacity)} more fit on {cores:g} cores: "
+                f"device group {group.name!r} needs {group.num_workers} CPU processes, but only {sum(room)} more fit on {cores:g} cores: "
                 f"at most {MAX_PROCESSES_PER_CORE} a core, each reserving cpus_per_rank={self.cpus_per_rank:g}. {rows}"
             )
         slots: list[WorkerSlot] = []
         for i, count in _choose_nodes(capacity, group.num_workers):
             self.processes[i] += count
-            slots.extend(self._slot(group, len(slots) + k, i, ()) for k in range(count))
+            slots.extend([self._slot(group, rank, i, ()) for rank in range(len(slots), len(slots) + count)])
         return tuple(slots)
+
+    def _process_capacity(self, per_core: int) -> list[int]:
+        """How many more processes each node holds with at most `per_core` a core."""
+        return [
+            max(0, min(int(per_core * node.num_cpus) - used, left // self.cpu_unit))
+            for node, used, left in zip(self.nodes, self.processes, self.cpu_left, strict=True)
+        ]
 
     def _slot(self, group: DeviceGroup, rank: int, node_index: int, positions: Sequence[int]) -> WorkerSlot:
         self.cpu_left[node_index] -= self.cpu_unit
