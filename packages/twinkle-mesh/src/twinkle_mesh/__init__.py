@@ -8,6 +8,7 @@ from twinkle_mesh._mesh import DeviceMesh
 from twinkle_mesh._nodes import Node
 from twinkle_mesh._placement import plan_placement
 from twinkle_mesh._plan import PlacementPlan, WorkerSlot
+from twinkle_mesh._topology import draw_topology
 
 __all__ = [
     "DeviceGroup",
@@ -20,6 +21,7 @@ __all__ = [
     "PlacementPlan",
     "RankOutsideMeshError",
     "WorkerSlot",
+    "draw_topology",
     "launcher_local_rank",
     "launcher_rank",
     "launcher_world_size",

@@ -12,6 +12,7 @@ from warnings import warn
 
 from twinkle_mesh._axes import AxisLayout, check_rank
 from twinkle_mesh._device_types import normalize_device_type
+from twinkle_mesh._draw import draw_mesh
 from twinkle_mesh._errors import InvalidMeshError
 from twinkle_mesh._launcher import launcher_rank
 
@@ -165,6 +166,14 @@ class DeviceMesh:
         start = index * share + min(index, longer)
         return slice(start, start + share + (index < longer))
 
+    def axis_sizes(self) -> dict[str, int]:
+        """The dense axes and their sizes, outermost first; they multiply to world_size."""
+        return dict(zip(self._dense.names, self._dense.sizes, strict=True))
+
+    def expert_axis_sizes(self) -> dict[str, int]:
+        """The expert axes (pp, expert_dp, ep_fsdp, ep, etp) and their sizes; they multiply to world_size."""
+        return dict(zip(self._expert.names, self._expert.sizes, strict=True))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` lies on each dense axis, outermost axis first. Raises RankOutsideMeshError."""
         return self._dense.coordinates(rank)
@@ -210,6 +219,10 @@ class DeviceMesh:
         """The same mesh on devices of another type."""
         return replace(self, device_type=device_type)
 
+    def draw(self) -> str:
+        """This mesh as plain text: the sizes, then which ranks serve each data rank on each pipeline stage."""
+        return draw_mesh(self)
+
     def to_torch_device_mesh(self) -> "TorchDeviceMesh":
         """This mesh as a `torch.distributed.DeviceMesh` of the dense axes whose size is not 1 (one axis 'dp' if all are 1).
 
@@ -222,7 +235,7 @@ class DeviceMesh:
             if error.name != "torch":
                 raise
             raise ImportError("DeviceMesh.to_torch_device_mesh needs torch: pip install torch", name="torch") from error
-        axes = {name: size for name, size in zip(self._dense.names, self._dense.sizes, strict=True) if size > 1} or {"dp": 1}
+        axes = {name: size for name, size in self.axis_sizes().items() if size > 1} or {"dp": 1}
         return init_device_mesh(self.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     @property

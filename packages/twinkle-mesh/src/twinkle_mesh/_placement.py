@@ -202,7 +202,7 @@ class _Planner:
 
 
 def _choose_nodes(capacity: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """(node, how many there), for `count` workers: fullest nodes first, the rest on the node that it fills best."""
+    """(node, how many there), for `count` workers: nodes with most room first, the rest on the node that it fills best."""
     order = sorted((i for i, most in enumerate(capacity) if most > 0), key=lambda i: (-capacity[i], i))
     chosen: list[tuple[int, int]] = []
     for start, i in enumerate(order):
