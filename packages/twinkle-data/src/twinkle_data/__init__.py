@@ -1,14 +1,18 @@
 """Data formats, chat templates, datasets and mesh-aware data loading for LLM post-training."""
 
+from ._dataset import Dataset
 from ._errors import DataError, DatasetError, FormatError, LoaderStateError, MissingExtraError, SequenceTooLongError, TemplateError
 from ._formats import IGNORE_INDEX, InputFeature, Message, Trajectory
 from ._processor import Batch, InputProcessor
 from ._sampling import ModelOutput, SampledSequence, SampleResponse, SamplingParams, append_context, append_sample
+from ._tasks import task_dataset
+from ._template import Template
 
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "DataError",
+    "Dataset",
     "DatasetError",
     "FormatError",
     "InputFeature",
@@ -21,8 +25,10 @@ __all__ = [
     "SampledSequence",
     "SamplingParams",
     "SequenceTooLongError",
+    "Template",
     "TemplateError",
     "Trajectory",
     "append_context",
     "append_sample",
+    "task_dataset",
 ]
