@@ -1,6 +1,7 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
 from ._collect import collect_model_output
+from ._contract import Inputs, TrainModel
 from ._errors import (
     CallOrderError,
     ConfigError,
@@ -20,15 +21,18 @@ from ._process_group import init_process_group
 from ._schedules import LRSchedule
 from ._state import Gradients, TrainState, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
+from ._trainer import ComputeLoss, PendingForward, TokenOutputs, TrainerBase
 
 __all__ = [
     "AnyMetric",
     "CallOrderError",
+    "ComputeLoss",
     "ConfigError",
     "CrossEntropyLoss",
     "GRPOLoss",
     "Gradients",
     "InputError",
+    "Inputs",
     "LRSchedule",
     "Loss",
     "LossInput",
@@ -38,11 +42,15 @@ __all__ = [
     "NonFiniteError",
     "OptimizerConfig",
     "PeerError",
+    "PendingForward",
     "ProcessGroupError",
     "ReduceGroups",
+    "TokenOutputs",
     "Totals",
     "TrainError",
+    "TrainModel",
     "TrainState",
+    "TrainerBase",
     "UnknownAdapterError",
     "build_torch_optimizer",
     "collect_model_output",

@@ -23,6 +23,7 @@ class Gradients(Enum):
     SUMS = "sums"  # sums over tokens or sequences, of this rank
     MEANS = "means"  # summed over ranks and divided by the global weight
     USED = "used"  # a step was taken with them
+    BROKEN = "broken"  # a backward failed half-way, or they are not finite
 
 
 @dataclass
@@ -69,8 +70,9 @@ class TrainState(Generic[PendingT]):
         return self.pending
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Takes the configuration and starts its schedule from the steps already taken."""
+        """Takes the configuration of a fresh optimizer: step counter 0, constant learning rate."""
         self.optimizer = config
+        self.schedule, self.step, self.used_learning_rate = LRSchedule(), 0, None
         self.update_learning_rate()
 
     def set_schedule(self, schedule: LRSchedule) -> None:
@@ -86,25 +88,33 @@ class TrainState(Generic[PendingT]):
 
     def check_can_accumulate(self, method: str) -> None:
         """CallOrderError when the gradients that are there cannot be added to."""
+        self._check_not_broken(method)
         if self.gradients is Gradients.USED:
             raise CallOrderError(f"{method} after step: call zero_grad() first, or the old gradients would be added to the new")
         if self.gradients is Gradients.MEANS:
             raise CallOrderError(f"{method} after clip_grad_norm: the gradients are means already; call step() and zero_grad() first")
 
     def add_gradients(self, totals: Totals) -> None:
-        """Counts one backward whose global totals these are. Raises NonFiniteError when its loss is NaN or infinite."""
+        """Counts one backward whose global totals these are."""
         self.check_can_accumulate("backward")
         self.gradients = Gradients.SUMS
         self.accumulated_weight += totals.weight
         self.num_accumulated += 1
-        self.pending = None
-        check_finite(totals)
+
+    def mark_broken(self) -> None:
+        """Notes that the gradients are unusable; only clear_gradients ends that."""
+        self.gradients = Gradients.BROKEN
+
+    def _check_not_broken(self, method: str) -> None:
+        if self.gradients is Gradients.BROKEN:
+            raise CallOrderError(f"{method} after an error: the gradients are unusable; call zero_grad() first")
 
     def divisor(self, method: str) -> float | None:
         """What the gradients must be divided by now to become means, None when they are means already. Call `mark_means` after it.
 
         Raises CallOrderError without gradients, InputError when the global weight is zero.
         """
+        self._check_not_broken(method)
         if self.gradients is Gradients.MEANS:
             return None
         if self.gradients is Gradients.NONE:
@@ -138,7 +148,7 @@ class TrainState(Generic[PendingT]):
     def record_grad_norm(self, norm: float) -> None:
         """Adds a step's gradient norm to the metrics; NonFiniteError when it is not finite."""
         if not abs(norm) < float("inf"):
-            self.gradients = Gradients.USED  # so that a step with them is refused
+            self.mark_broken()
             raise NonFiniteError(
                 f"the gradient norm is {norm}; the weights were not changed. Look for overflow in the loss or a learning rate too high"
             )

@@ -1,0 +1,178 @@
+"""The trainer contract: what a training script may call, and what every trainer guarantees."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twinkle_data import InputFeature, InputProcessor, ModelOutput, Template, Trajectory
+
+from ._loss import LossInput, LossOutput
+
+Inputs = Sequence[InputFeature] | Sequence[Trajectory]
+
+
+class TrainModel(ABC):
+    """A model in training, on one rank of its mesh. Every rank of the mesh calls the same methods in the same order.
+
+    What holds for all implementations, and is checked by `twinkle_train.testing.conformance`:
+
+    - Every method takes this rank's share of the batch (remote dispatch or the data loader has sliced it).
+    - Losses, weights, metrics and norms are reduced over all ranks before they are returned: every layout gives one number.
+    - Gradients of the **sum** of the loss accumulate over calls; `clip_grad_norm` and `step` divide them once, by the global weight of
+      all calls. So the result does not depend on layout, micro-batch size, or how a batch is divided over calls.
+    - Log-probabilities are at each row's `temperature`: logits are divided by it before the log-softmax.
+    - `adapter_name` is compared exactly; '' is the base model. Adapters share no loss, optimizer, gradient or counter.
+
+    Order of calls (anything else is a CallOrderError that names the missing call):
+    set_loss, set_optimizer, then any number of (forward, calculate_loss, backward) or forward_backward, then at most one clip_grad_norm, step,
+    zero_grad, and lr_step; `clip_grad_and_step` is these four. `forward_only` may come anywhere and disturbs nothing.
+    """
+
+    @abstractmethod
+    def forward(self, inputs: Inputs, *, adapter_name: str = "") -> ModelOutput:
+        """Runs the model on all rows at once and keeps the graph for `calculate_loss` and `backward`.
+
+        Returns log-probabilities and entropies, one [T] a row, aligned with `input_ids`; no loss. Where the model is a pipeline there is no
+        graph to keep: `calculate_loss` works, `backward` is an error that names `forward_backward`. Ranks that are not on the last
+        stage return neither.
+
+        Raises InputError without rows.
+        """
+
+    @abstractmethod
+    def calculate_loss(self, *, adapter_name: str = "") -> float:
+        """The global loss of the last `forward`: its sum over all ranks divided by its weight over all ranks.
+
+        Raises CallOrderError without a forward or a loss, PeerError when the loss failed on another rank.
+        """
+
+    @abstractmethod
+    def backward(self, *, adapter_name: str = "") -> None:
+        """Adds the gradients of the last loss's sum to those accumulated, and its global weight to theirs. Uses the forward up.
+
+        Raises CallOrderError before calculate_loss, a second time, after clip_grad_norm or step without zero_grad, and on a pipeline.
+        """
+
+    @abstractmethod
+    def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+        """Log-probabilities and entropies without a graph, as `forward` returns them, in micro-batches of that many rows.
+
+        Changes nothing: gradients, a pending forward and metrics stay as they are.
+
+        Raises InputError without rows, ConfigError for a micro-batch size below 1.
+        """
+
+    @abstractmethod
+    def forward_backward(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+        """Loss and gradients of the rows, in micro-batches of that many rows (all at once when None).
+
+        Accumulates as `backward` does. Returns the global loss, its weight, the loss's metrics over all ranks, and this rank's
+        log-probabilities and entropies. The loss does not depend on `micro_batch_size`.
+
+        Raises CallOrderError without a loss, or after clip_grad_norm or step without zero_grad; InputError for rows that lack what the
+        loss needs; PeerError when another rank failed; NonFiniteError when the loss is not finite.
+        """
+
+    @abstractmethod
+    def clip_grad_norm(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
+        """Divides the accumulated gradients by their global weight and scales them so that their norm is at most `max_grad_norm`.
+
+        Returns the global 2-norm before clipping (after the division), each weight counted once whatever the layout. `inf` only measures.
+
+        Raises CallOrderError without gradients, InputError when no token was trained on, NonFiniteError when the norm is not finite.
+        """
+
+    @abstractmethod
+    def step(self, *, adapter_name: str = "") -> None:
+        """One optimizer step with the accumulated gradients divided by their global weight (once, also after clip_grad_norm).
+
+        Raises CallOrderError without an optimizer or gradients, or twice without zero_grad and new gradients.
+        """
+
+    @abstractmethod
+    def zero_grad(self, *, adapter_name: str = "") -> None:
+        """Drops accumulated gradients and their weight."""
+
+    @abstractmethod
+    def lr_step(self, *, adapter_name: str = "") -> float:
+        """Sets the learning rate to the schedule's at the number of steps taken, and returns it. Calling it twice is harmless."""
+
+    @abstractmethod
+    def clip_grad_and_step(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
+        """clip_grad_norm, step, zero_grad and lr_step. Returns the norm before clipping."""
+
+    @abstractmethod
+    def set_loss(self, loss: str | type | Callable[[LossInput], LossOutput], *, adapter_name: str = "", **options: Any) -> None:
+        """The loss: a name ('cross_entropy', 'grpo'), a class, or a callable; the options go to its constructor (see `resolve_loss`)."""
+
+    @abstractmethod
+    def set_optimizer(
+        self,
+        name: str = "adamw",
+        lr: float = 1e-5,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        adapter_name: str = "",
+    ) -> None:
+        """A fresh optimizer (see `OptimizerConfig`): no state, step counter 0, constant learning rate until set_lr_scheduler."""
+
+    @abstractmethod
+    def set_lr_scheduler(
+        self,
+        name: str = "constant",
+        *,
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        min_lr_ratio: float = 0.0,
+        adapter_name: str = "",
+    ) -> None:
+        """The learning-rate schedule (see `LRSchedule`), counted in optimizer steps. Raises CallOrderError before set_optimizer."""
+
+    @abstractmethod
+    def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
+        """The chat template (or the path of its tokenizer) by which Trajectory inputs are encoded. InputFeature inputs need none."""
+
+    @abstractmethod
+    def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
+        """The collator. Raises ConfigError when its alignment does not suit the layout."""
+
+    @abstractmethod
+    def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
+        """Means over all data ranks and calls since the last call, then forgets them.
+
+        `loss`, `grad_norm` (before clipping), `lr` (of the last step), and the loss's own. A name is absent when nothing was measured.
+        """
+
+    @abstractmethod
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the weights as a Hugging Face checkpoint (safetensors, config, tokenizer) into the folder. All ranks call it."""
+
+    @abstractmethod
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Reads weights that `save` (or Hugging Face) wrote into this model. Optimizer state and counters stay."""
+
+    @abstractmethod
+    def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
+        """For tests: whole weights by Hugging Face name, on rank 0 (other ranks may return fewer). All ranks call it."""
+
+    @abstractmethod
+    def export_gradients(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
+        """For tests: whole gradients, divided by the global weight, by Hugging Face name, on rank 0. All ranks call it.
+
+        Like clip_grad_norm it turns sums into means, so gradients can no longer be added to. A weight without a gradient has zeros.
+
+        Raises CallOrderError without gradients.
+        """
+
+    @abstractmethod
+    def get_train_configs(self) -> dict[str, Any]:
+        """How the trainer is set up, in plain types: engine settings, and for each adapter its loss, optimizer, schedule and step."""

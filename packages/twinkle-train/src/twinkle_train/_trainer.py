@@ -1,0 +1,368 @@
+"""What every trainer does alike: order of calls, micro-batches, losses, reduction, metrics. Engines fill in a few hooks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twinkle_data import Batch, InputFeature, InputProcessor, ModelOutput, Template, Trajectory
+
+from ._contract import Inputs, TrainModel
+from ._errors import CallOrderError, ConfigError, InputError
+from ._loss import Loss, LossInput, LossOutput
+from ._losses import resolve_loss
+from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
+from ._optimizer import OptimizerConfig
+from ._schedules import LRSchedule, ScheduleName
+from ._state import TrainState, check_finite, state_of
+from ._totals import ReduceGroups, Totals, reduce_max, reduce_totals
+
+# As torch.nn.utils.clip_grad_norm_ and megatron-core have it, so that clipped steps agree with theirs.
+_CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What an engine makes of one micro-batch's logits, gathered over tensor and context parallel ranks; [B, T] of the batch.
+
+    logprobs_BT: of `batch.targets` at `batch.temperature`, fp32, with a graph where one is wanted. entropy_BT: in nats, no graph.
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor | None = None
+
+
+ComputeLoss = Callable[[int, TokenOutputs], LossOutput]
+
+
+@dataclass
+class PendingForward:
+    """What `forward` leaves for `calculate_loss` and `backward`. outputs: None on ranks that are not on the last stage."""
+
+    batch: Batch
+    outputs: TokenOutputs | None
+    has_graph: bool
+    loss_output: LossOutput | None = None
+    totals: Totals | None = None
+
+
+class TrainerBase(TrainModel):
+    """The part of TrainModel that no engine needs to write; an engine implements the methods that start with an underscore.
+
+    groups: over which ranks totals are reduced. processor: the collator; its alignment must be a multiple of `alignment`.
+    has_graph: whether `_forward` can keep a graph (False for pipelines). equal_micro_batches: whether data ranks must run equally many
+    micro-batches (expert parallel and sharded models do, since they communicate inside the model).
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: ReduceGroups,
+        processor: InputProcessor,
+        alignment: int = 1,
+        has_graph: bool = True,
+        equal_micro_batches: bool = False,
+    ) -> None:
+        self._groups = groups
+        self._alignment = alignment
+        self._has_graph = has_graph
+        self._equal_micro_batches = equal_micro_batches
+        self._template: Template | None = None
+        self._states: dict[str, TrainState[PendingForward]] = {"": TrainState()}
+        self.set_processor(processor)
+
+    # What an engine implements.
+
+    @abstractmethod
+    def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
+        """The model on one batch with a graph. Not called when `has_graph` is False."""
+
+    @abstractmethod
+    def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
+        """The model on all micro-batches, in order; outputs without a graph, None on ranks that are not on the last stage.
+
+        compute_loss: None runs without gradients. Else the engine calls it once a micro-batch on the last stage, with the micro-batch's
+        index and its outputs, and runs backward of `LossOutput.sum` as it is, undivided, so that gradients add to those that are there.
+        """
+
+    @abstractmethod
+    def _reduce_gradients(self, adapter_name: str) -> None:
+        """Sums gradients over the ranks that hold other data (and tied or replicated weights); called once between zero_grads."""
+
+    @abstractmethod
+    def _scale_gradients(self, adapter_name: str, factor: float) -> None:
+        """Multiplies all gradients."""
+
+    @abstractmethod
+    def _gradient_norm(self, adapter_name: str) -> float:
+        """The 2-norm of the whole gradient, over all ranks, each weight counted once."""
+
+    @abstractmethod
+    def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        """Replaces the optimizer by a fresh one."""
+
+    @abstractmethod
+    def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
+        """One optimizer step with the gradients as they are, without clipping or scaling them again."""
+
+    @abstractmethod
+    def _zero_gradients(self, adapter_name: str) -> None:
+        """Drops all gradients."""
+
+    @abstractmethod
+    def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
+        """Whole gradients as they are, by Hugging Face name, on rank 0."""
+
+    def _backward(self, adapter_name: str, output: LossOutput) -> None:
+        """Backward of a loss whose forward kept a graph."""
+        output.sum.backward()
+
+    def _engine_config(self) -> dict[str, Any]:
+        """The engine's own entries of get_train_configs."""
+        return {}
+
+    # The contract.
+
+    def forward(self, inputs: Inputs, *, adapter_name: str = "") -> ModelOutput:
+        state = self._state(adapter_name)
+        state.pending = None
+        (features,) = split_micro_batches(self._features(inputs))
+        batch = self._processor(features)
+        if self._has_graph:
+            outputs = self._forward(adapter_name, batch)
+        else:
+            ran = self._run(adapter_name, [batch], None)
+            outputs = None if ran is None else ran[0]
+        state.pending = PendingForward(batch, outputs, self._has_graph)
+        return _model_output([batch], None if outputs is None else [outputs], len(features))
+
+    def calculate_loss(self, *, adapter_name: str = "") -> float:
+        state = self._state(adapter_name)
+        pending = state.require_pending("calculate_loss")
+        loss = state.require_loss("calculate_loss")
+        if pending.totals is not None:
+            return pending.totals.loss
+        error: Exception | None = None
+        if pending.outputs is not None:
+            try:
+                pending.loss_output = _compute(loss, pending.batch, pending.outputs)
+            except Exception as raised:  # raised again by reduce_totals, once the other ranks know
+                error = raised
+        local = None if pending.loss_output is None else Totals.of([pending.loss_output])
+        pending.totals = reduce_totals(local, self._groups, error=error)
+        state.record(pending.totals)
+        return pending.totals.loss
+
+    def backward(self, *, adapter_name: str = "") -> None:
+        state = self._state(adapter_name)
+        pending = state.require_pending("backward")
+        if not pending.has_graph:
+            raise CallOrderError("backward after forward does not work on a pipeline, which keeps no graph: use forward_backward(inputs)")
+        if pending.totals is None or pending.loss_output is None:
+            raise CallOrderError("backward needs a loss: call calculate_loss() first")
+        state.check_can_accumulate("backward")
+        try:
+            check_finite(pending.totals)
+            self._backward(adapter_name, pending.loss_output)
+        except BaseException:
+            state.mark_broken()
+            raise
+        state.add_gradients(pending.totals)
+        state.pending = None
+
+    def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+        self._state(adapter_name)
+        features = self._features(inputs)
+        batches = self._micro_batches(features, micro_batch_size)
+        return _model_output(batches, self._run(adapter_name, batches, None), len(features))
+
+    def forward_backward(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+        state = self._state(adapter_name)
+        loss = state.require_loss("forward_backward")
+        state.check_can_accumulate("forward_backward")
+        features = self._features(inputs)
+        batches = self._micro_batches(features, micro_batch_size)
+        losses: list[LossOutput] = []
+
+        def compute_loss(index: int, outputs: TokenOutputs) -> LossOutput:
+            output = _compute(loss, batches[index], outputs)
+            losses.append(LossOutput(output.sum.detach(), output.weight, output.metrics))
+            return output
+
+        ran: list[TokenOutputs] | None = None
+        error: Exception | None = None
+        try:
+            ran = self._run(adapter_name, batches, compute_loss)
+        except Exception as raised:  # raised again by reduce_totals, once the other ranks know
+            error = raised
+        try:
+            totals = reduce_totals(Totals.of(losses), self._groups, error=error)
+            check_finite(totals)
+        except BaseException:
+            state.mark_broken()
+            raise
+        state.add_gradients(totals)
+        state.record(totals)
+        return _model_output(batches, ran, len(features), totals)
+
+    def clip_grad_norm(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
+        return self._clip(self._state(adapter_name), max_grad_norm, "clip_grad_norm")
+
+    def step(self, *, adapter_name: str = "") -> None:
+        self._take_step(self._state(adapter_name), "step")
+
+    def zero_grad(self, *, adapter_name: str = "") -> None:
+        self._clear(self._state(adapter_name))
+
+    def lr_step(self, *, adapter_name: str = "") -> float:
+        return self._state(adapter_name).update_learning_rate()
+
+    def clip_grad_and_step(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
+        state = self._state(adapter_name)
+        state.require_optimizer("clip_grad_and_step")
+        norm = self._clip(state, max_grad_norm, "clip_grad_and_step")
+        self._take_step(state, "clip_grad_and_step")
+        self._clear(state)
+        state.update_learning_rate()
+        return norm
+
+    def set_loss(self, loss: str | type | Callable[[LossInput], LossOutput], *, adapter_name: str = "", **options: Any) -> None:
+        self._state(adapter_name).loss = resolve_loss(loss, **options)
+
+    def set_optimizer(
+        self,
+        name: str = "adamw",
+        lr: float = 1e-5,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        adapter_name: str = "",
+    ) -> None:
+        state = self._state(adapter_name)
+        config = OptimizerConfig(name=name, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        self._make_optimizer(adapter_name, config)
+        state.set_optimizer(config)
+
+    def set_lr_scheduler(
+        self,
+        name: str = "constant",
+        *,
+        warmup_steps: int = 0,
+        total_steps: int | None = None,
+        min_lr_ratio: float = 0.0,
+        adapter_name: str = "",
+    ) -> None:
+        # LRSchedule checks the name.
+        schedule = LRSchedule(cast(ScheduleName, name), warmup_steps, total_steps, min_lr_ratio)
+        self._state(adapter_name).set_schedule(schedule)
+
+    def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
+        self._state(adapter_name)
+        self._template = Template(template) if isinstance(template, str) else template
+
+    def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
+        self._state(adapter_name)
+        if processor.alignment % self._alignment:
+            raise ConfigError(f"this layout needs rows aligned to {self._alignment} tokens, the processor aligns to {processor.alignment}")
+        self._processor = processor
+
+    def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
+        return self._state(adapter_name).take_metrics()
+
+    def export_gradients(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
+        self._make_means(self._state(adapter_name), "export_gradients")
+        return self._export_gradients(adapter_name)
+
+    def get_train_configs(self) -> dict[str, Any]:
+        return {**self._engine_config(), "adapters": {name: _state_config(state) for name, state in self._states.items()}}
+
+    # Shared steps.
+
+    def _state(self, adapter_name: str) -> TrainState[PendingForward]:
+        return state_of(self._states, adapter_name)
+
+    def _features(self, inputs: Inputs) -> list[InputFeature]:
+        features: list[InputFeature] = []
+        for row in inputs:
+            if isinstance(row, Trajectory):
+                if self._template is None:
+                    raise CallOrderError("a Trajectory needs a chat template to be encoded: call set_template first, or give InputFeatures")
+                features.append(self._template.encode(row))
+            elif isinstance(row, InputFeature):
+                features.append(row)
+            else:
+                raise InputError(f"a trainer takes InputFeature or Trajectory, got {type(row).__name__}")
+        return features
+
+    def _micro_batches(self, features: list[InputFeature], micro_batch_size: int | None) -> list[Batch]:
+        count: int | None = None
+        if self._equal_micro_batches:
+            (largest,) = reduce_max([num_micro_batches(len(features), micro_batch_size)], self._groups)
+            count = int(largest)
+        return [self._processor(rows) for rows in split_micro_batches(features, micro_batch_size, count=count)]
+
+    def _make_means(self, state: TrainState[PendingForward], method: str) -> None:
+        divisor = state.divisor(method)
+        if divisor is None:
+            return
+        self._reduce_gradients(state.adapter_name)
+        self._scale_gradients(state.adapter_name, 1 / divisor)
+        state.mark_means()
+
+    def _clip(self, state: TrainState[PendingForward], max_grad_norm: float, method: str) -> float:
+        if not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be > 0, got {max_grad_norm}; use float('inf') to measure only")
+        self._make_means(state, method)
+        norm = self._gradient_norm(state.adapter_name)
+        state.record_grad_norm(norm)
+        if norm > max_grad_norm:
+            self._scale_gradients(state.adapter_name, max_grad_norm / (norm + _CLIP_EPSILON))
+        return norm
+
+    def _take_step(self, state: TrainState[PendingForward], method: str) -> None:
+        state.require_optimizer(method)
+        self._make_means(state, method)
+        self._optimizer_step(state.adapter_name, state.learning_rate)
+        state.finish_step()
+
+    def _clear(self, state: TrainState[PendingForward]) -> None:
+        self._zero_gradients(state.adapter_name)
+        state.clear_gradients()
+
+
+def _compute(loss: Loss, batch: Batch, outputs: TokenOutputs) -> LossOutput:
+    output = loss(loss_input_from_batch(batch, outputs.logprobs_BT, outputs.entropy_BT))
+    if not isinstance(output, LossOutput):
+        raise InputError(f"the loss returned a {type(output).__name__}; it must return LossOutput(sum, weight, metrics)")
+    return output
+
+
+def _model_output(batches: Sequence[Batch], outputs: Sequence[TokenOutputs] | None, num_rows: int, totals: Totals | None = None) -> ModelOutput:
+    entropies = [each.entropy_BT for each in outputs or () if each.entropy_BT is not None]
+    with torch.no_grad():
+        return ModelOutput(
+            loss=None if totals is None else totals.loss,
+            loss_weight=0.0 if totals is None else totals.weight,
+            logprobs=None if outputs is None else unshift_rows(batches, [each.logprobs_BT for each in outputs], num_rows),
+            entropy=unshift_rows(batches, entropies, num_rows) if entropies else None,
+            metrics={} if totals is None else totals.metric_values(),
+        )
+
+
+def _state_config(state: TrainState[PendingForward]) -> dict[str, Any]:
+    return {
+        "loss": None if state.loss is None else repr(state.loss),
+        "optimizer": None if state.optimizer is None else asdict(state.optimizer),
+        "lr_scheduler": asdict(state.schedule),
+        "learning_rate": state.learning_rate,
+        "step": state.step,
+    }
