@@ -1,1 +1,68 @@
-"""Twinkle: compose Megatron trainers and vLLM samplers for RL, SFT and distillation from one driver script."""
+"""Twinkle: compose Megatron trainers and vLLM samplers for RL, SFT and distillation from one driver script.
+
+The names here come from the layers; `import twinkle` loads no engine (no torch, ray, vLLM or Megatron).
+"""
+
+from twinkle_mesh import DeviceGroup, DeviceMesh
+from twinkle_remote import (
+    LazyResult,
+    Runtime,
+    current_runtime,
+    gather,
+    initialize,
+    remote_class,
+    remote_function,
+    shutdown,
+)
+
+from twinkle._errors import ConfigError, MissingExtraError, RunFolderError, TwinkleError, WarmupError
+from twinkle._exports import EXTRAS, lazy_exports
+
+_LAZY = {
+    "CheckpointEngineManager": "twinkle_sync",
+    "DataLoader": "twinkle_data",
+    "Dataset": "twinkle_data",
+    "InputFeature": "twinkle_data",
+    "MegatronModel": "twinkle_megatron",
+    "Message": "twinkle_data",
+    "SamplingParams": "twinkle_data",
+    "Template": "twinkle_data",
+    "Trajectory": "twinkle_data",
+    "group_advantages": "twinkle_train",
+    "vLLMSampler": "twinkle_vllm",
+}
+
+__all__ = [
+    "CheckpointEngineManager",
+    "ConfigError",
+    "DataLoader",
+    "Dataset",
+    "DeviceGroup",
+    "DeviceMesh",
+    "InputFeature",
+    "LazyResult",
+    "MegatronModel",
+    "Message",
+    "MissingExtraError",
+    "RunFolderError",
+    "Runtime",
+    "SamplingParams",
+    "Template",
+    "Trajectory",
+    "TwinkleError",
+    "WarmupError",
+    "current_runtime",
+    "gather",
+    "group_advantages",
+    "initialize",
+    "remote_class",
+    "remote_function",
+    "shutdown",
+    "vLLMSampler",
+]
+
+__getattr__ = lazy_exports(__name__, _LAZY, EXTRAS)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -34,6 +34,8 @@ class SFTConfig(CommandConfig):
     """Peak learning rate (Adam, betas 0.9 and 0.98)."""
     lr_warmup_steps: int = Field(50, ge=0)
     """Steps of linear learning-rate warm-up."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon; a large one (1e-3) keeps rounding differences between layouts from being amplified."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global norm."""
     save_model: bool = True

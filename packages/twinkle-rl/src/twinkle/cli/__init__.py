@@ -1,0 +1,1 @@
+"""The `twinkle` command."""

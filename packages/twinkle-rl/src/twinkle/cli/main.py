@@ -1,0 +1,43 @@
+"""The `twinkle` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+USAGE = """usage: twinkle COMMAND [OPTIONS]
+
+commands:
+  grpo       train by GRPO: a Megatron actor and a vLLM sampler, each in its own device group
+  sft        train on worked answers or your own chat data
+  topology   draw the groups and meshes of a configuration, and start nothing
+  doctor     what is installed, what is missing and how to install it
+
+`twinkle COMMAND --help` explains every option of a command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: command-line words; None takes those of the process.
+
+    Returns:
+        0 for success, 1 for an error of the run, 2 for a wrong command line, 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    console, errors = Console(), Console(stderr=True)
+    if not words or words[0] in ("-h", "--help"):
+        console.print(USAGE, markup=False, highlight=False, end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        console.print(version("twinkle-rl"), highlight=False)
+        return 0
+    from twinkle.cli._commands import run_command
+
+    return run_command(words[0], words[1:], console, errors)

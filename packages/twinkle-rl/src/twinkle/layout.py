@@ -1,0 +1,105 @@
+"""The groups and components of a run: who lives where."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
+
+from twinkle._errors import ConfigError
+from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig
+
+if TYPE_CHECKING:
+    from twinkle_megatron import MegatronModel
+    from twinkle_vllm import vLLMSampler
+
+ACTOR, SAMPLER = "actor", "sampler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Device groups and meshes of a run, before anything is started."""
+
+    groups: tuple[DeviceGroup, ...]
+    actor_mesh: DeviceMesh
+    sampler_mesh: DeviceMesh | None = None
+
+
+def cuda_device_count() -> int:
+    """CUDA devices of this machine, without importing torch (0 where there is no driver)."""
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def resolve_device(runtime: RuntimeConfig) -> str:
+    """'cuda' or 'cpu'.
+
+    Raises:
+        ConfigError: CUDA is asked for on a machine without it.
+    """
+    available = cuda_device_count()
+    if runtime.device == "auto":
+        return "cuda" if available else "cpu"
+    if runtime.device == "cuda" and not available and runtime.address is None:
+        raise ConfigError("--runtime.device cuda: this machine has no CUDA device; use --runtime.device cpu, or --runtime.address of a cluster that has")
+    return runtime.device
+
+
+def plan_layout(runtime: RuntimeConfig, actor: ActorConfig, sampler: SamplerConfig | None = None) -> Layout:
+    """Give the actor and the sampler their own device group and mesh. On GPUs the sampler's devices follow the actor's."""
+    device = resolve_device(runtime)
+    sizes = {ACTOR: actor.world_size} | ({SAMPLER: sampler.dp} if sampler else {})
+    groups: list[DeviceGroup] = []
+    first = 0
+    for name, count in sizes.items():
+        ranks = count if device == "cpu" else list(range(first, first + count))
+        groups.append(DeviceGroup(name=name, ranks=ranks, device_type=device))
+        first += count
+    actor_mesh = DeviceMesh.from_sizes(
+        dp_size=actor.dp,
+        tp_size=actor.tp,
+        pp_size=actor.pp,
+        vpp_size=actor.vpp,
+        sequence_parallel=actor.sequence_parallel,
+        device_type=device,
+    )
+    sampler_mesh = DeviceMesh.from_sizes(dp_size=sampler.dp, device_type=device) if sampler else None
+    return Layout(groups=tuple(groups), actor_mesh=actor_mesh, sampler_mesh=sampler_mesh)
+
+
+def draw_layout(layout: Layout) -> str:
+    """A drawing of the groups, their components and the data's way."""
+    components = [("MegatronModel", ACTOR, layout.actor_mesh)]
+    if layout.sampler_mesh is not None:
+        components.append(("vLLMSampler", SAMPLER, layout.sampler_mesh))
+    return draw_topology(list(layout.groups), components)
+
+
+def build_trainer(model: Path, layout: Layout, config: ActorConfig, seed: int) -> MegatronModel:
+    """A MegatronModel in the actor group."""
+    from twinkle.model import MegatronModel
+
+    return MegatronModel(
+        str(model),
+        device_mesh=layout.actor_mesh,
+        mixed_precision=config.mixed_precision,
+        remote_group=ACTOR,
+        seed=seed,
+    )
+
+
+def build_sampler(model: Path, layout: Layout, config: GRPOConfig) -> vLLMSampler:
+    """A vLLMSampler in the sampler group."""
+    from twinkle.sampler import vLLMSampler
+
+    section = config.sampler
+    engine_args = {
+        "dtype": section.dtype,
+        "max_model_len": section.max_model_len,
+        "max_num_seqs": section.max_num_seqs,
+        "kv_cache_memory_bytes": section.kv_cache_bytes,
+        "seed": config.seed,
+    }
+    return vLLMSampler(str(model), engine_args=engine_args, device_mesh=layout.sampler_mesh, remote_group=SAMPLER)

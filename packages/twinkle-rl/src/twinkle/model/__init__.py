@@ -1,0 +1,7 @@
+"""Trainers under the documented name: `from twinkle.model import MegatronModel`."""
+
+from twinkle._exports import EXTRAS, lazy_exports
+
+__all__ = ["MegatronModel"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+__getattr__ = lazy_exports(__name__, {"MegatronModel": "twinkle_megatron"}, EXTRAS)

@@ -1,0 +1,3 @@
+from twinkle_megatron import MegatronModel as MegatronModel
+
+__all__: list[str]

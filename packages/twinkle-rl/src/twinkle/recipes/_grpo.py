@@ -1,0 +1,228 @@
+"""Group-relative policy optimisation (GRPO, arXiv 2402.03300): a trainer group and a sampler group, one step at a time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template, Trajectory
+from twinkle_sync import CheckpointEngineManager
+from twinkle_train import GRPOLoss, Reward, group_advantages
+
+from twinkle.config import GRPOConfig
+from twinkle.recipes._evaluate import Evaluation, evaluate
+from twinkle.recipes._task import Task
+
+if TYPE_CHECKING:
+    from twinkle_megatron import MegatronModel
+    from twinkle_vllm import vLLMSampler
+
+
+@dataclass
+class Checks:
+    """What must hold in every step of an fp32 run; worst values over the run, shown in its summary."""
+
+    logprob_gap: float = 0.0
+    """Largest |sampler - trainer| log-probability of a sampled token, right after a sync."""
+    fewest_tokens: int | None = None
+    """Fewest tokens that one sync was checked over."""
+    ratio_gap_trainer: float = 0.0
+    """Largest |first PPO ratio - 1| with the old log-probabilities recomputed by the trainer."""
+    ratio_gap_sampler: float = 0.0
+    """The same with the sampler's log-probabilities."""
+    kl_by_step: list[float] = field(default_factory=list)
+    """KL to the frozen initial policy, step by step."""
+
+    def to_summary(self) -> dict[str, Any]:
+        """The figures under the names that `summary.json` uses."""
+        kl = self.kl_by_step
+        return {
+            "max_logprob_gap": self.logprob_gap,
+            "min_tokens_per_check": self.fewest_tokens,
+            "max_first_ratio_gap_trainer": self.ratio_gap_trainer,
+            "max_first_ratio_gap_sampler": self.ratio_gap_sampler,
+            "kl_step_1": kl[0] if kl else None,
+            "kl_step_10": kl[9] if len(kl) > 9 else None,
+        }
+
+
+class GRPOLoop:
+    """One GRPO step after another, over components that the caller has built.
+
+    Args:
+        config: settings.
+        actor: the trained policy; loss, optimizer and schedule are set here.
+        sampler: samples from the actor's weights.
+        weights: moves the actor's weights to the sampler.
+        template: turns problems into prompts.
+        task: problems and reward.
+        reference: the frozen initial policy, or None to skip the KL.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        *,
+        actor: MegatronModel,
+        sampler: vLLMSampler,
+        weights: CheckpointEngineManager,
+        template: Template,
+        task: Task,
+        reference: MegatronModel | None = None,
+    ) -> None:
+        self.config = config
+        self.checks = Checks()
+        self._actor, self._sampler, self._weights, self._reference = actor, sampler, weights, reference
+        self._template, self._task = template, task
+        self._held_out = [template.encode(problem, add_generation_prompt=True) for problem in task.held_out]
+        self._shuffle = random.Random(config.seed)
+        self._batches = _endless(task.training, config.prompts_per_step, config.seed)
+        self._steps = 0
+        set_up_actor(actor, config)
+
+    def step(self, *, sync: bool = True) -> tuple[dict[str, Any], list[InputFeature], list[float]]:
+        """One sync, one rollout, one update.
+
+        Args:
+            sync: bring the sampler to the actor's weights first (leave it out to see the checks fail).
+
+        Returns:
+            the figures of the step, the features it trained on, and their rewards.
+        """
+        config, clock = self.config, _Clock()
+        if sync:
+            self._weights.sync_weights()
+        clock.lap("sync_s")
+        problems = next(self._batches)
+        prompts = [self._template.encode(problem, add_generation_prompt=True) for problem in problems]
+        params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, num_samples=config.num_samples)
+        responses = list(self._sampler.sample(prompts, params))
+        clock.lap("sample_s")
+        rewards = self._task.reward(problems, responses)
+        sampled = [sequence.new_input_feature for response in responses for sequence in response.sequences]
+        advantages = self._advantages(rewards, responses)
+        clock.lap("reward_s")
+        features, row = self._with_logprobs(sampled, advantages)
+        row |= train_step(self._actor, features, config)
+        clock.lap("train_s")
+        self._steps += 1
+        if config.old_logprobs == "trainer":
+            self.checks.ratio_gap_trainer = max(self.checks.ratio_gap_trainer, row["ratio_max_deviation"])
+        tokens = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
+        row = {"step": self._steps, "reward": float(np.mean(rewards)), **row, **clock.laps, "tokens": tokens, "tokens_per_s": tokens / clock.total_s()}
+        return row, features, rewards
+
+    def evaluate(self) -> Evaluation:
+        """Sync, then evaluate on the held-out problems."""
+        self._weights.sync_weights()
+        config = self.config
+        return evaluate(
+            self._sampler,
+            self._held_out,
+            self._task.held_out,
+            self._task.reward,
+            temperature=config.temperature,
+            max_tokens=config.max_tokens,
+            num_samples=config.eval_samples,
+        )
+
+    def _advantages(self, rewards: Sequence[float], responses: Sequence[SampleResponse]) -> NDArray[np.floating]:
+        config = self.config
+        if config.advantage == "likelihood":
+            likelihoods = [float(np.sum(sequence.logprobs)) for response in responses for sequence in response.sequences]
+            return group_advantages(likelihoods, config.num_samples)
+        advantages = group_advantages(rewards, config.num_samples)
+        if config.advantage == "shuffled":
+            for start in range(0, len(advantages), config.num_samples):
+                group = advantages[start : start + config.num_samples].tolist()
+                self._shuffle.shuffle(group)
+                advantages[start : start + config.num_samples] = group
+        return advantages
+
+    def _with_logprobs(self, sampled: list[InputFeature], advantages: NDArray[np.floating]) -> tuple[list[InputFeature], dict[str, Any]]:
+        """Recompute log-probabilities with the trainer (and the reference), check them, and put them into the features."""
+        size = self.config.actor.micro_batch_size
+        pending = self._actor.forward_only(sampled, micro_batch_size=size)
+        reference = self._reference.forward_only(sampled, micro_batch_size=size) if self._reference is not None else None
+        trainer_logprobs = pending.get().logprobs
+        reference_logprobs = reference.get().logprobs if reference is not None else [None] * len(sampled)
+        row = self._check(sampled, trainer_logprobs)
+        if reference is not None:
+            row["kl"] = mean_kl(sampled, trainer_logprobs, reference_logprobs)
+            self.checks.kl_by_step.append(row["kl"])
+        keep = self.config.old_logprobs == "sampler"
+        features = [
+            replace(feature, logprobs=feature.logprobs if keep else policy, ref_logprobs=anchor, advantages=float(advantage))
+            for feature, policy, anchor, advantage in zip(sampled, trainer_logprobs, reference_logprobs, advantages, strict=True)
+        ]
+        return features, row
+
+    def _check(self, sampled: Sequence[InputFeature], trainer_logprobs: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+        gaps = np.concatenate([_completion(feature, logprobs) - _completion(feature, feature.logprobs) for feature, logprobs in zip(sampled, trainer_logprobs, strict=True)])
+        gap, ratio = float(np.abs(gaps).max()), float(np.abs(np.expm1(gaps)).max())
+        checks = self.checks
+        checks.logprob_gap = max(checks.logprob_gap, gap)
+        checks.ratio_gap_sampler = max(checks.ratio_gap_sampler, ratio)
+        checks.fewest_tokens = min(len(gaps), checks.fewest_tokens or len(gaps))
+        return {"sampler_logprob_gap": gap, "sampler_ratio_gap": ratio}
+
+
+def set_up_actor(actor: MegatronModel, config: GRPOConfig) -> None:
+    """Give the actor GRPO's loss, a fresh Adam and its schedule."""
+    actor.set_loss(GRPOLoss(epsilon=config.clip_low, epsilon_high=config.clip_high, beta=config.kl_beta))
+    actor.set_optimizer("adam", lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, eps=config.adam_eps)
+    actor.set_lr_scheduler("constant", warmup_steps=config.lr_warmup_steps)
+
+
+def train_step(actor: MegatronModel, features: list[InputFeature], config: GRPOConfig) -> dict[str, Any]:
+    """One update on a batch; returns the trainer's metrics of it."""
+    actor.forward_backward(features, micro_batch_size=config.actor.micro_batch_size)
+    actor.clip_grad_and_step(config.max_grad_norm)
+    actor.lr_step()
+    return dict(actor.calculate_metric())
+
+
+def mean_kl(
+    features: Sequence[InputFeature], policy: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]
+) -> float:
+    """KL(policy || reference) in nats a completion token, by the k3 estimator: exp(d) - d - 1 with d = log ref - log policy.
+
+    It is never negative, and exactly 0 where the two agree (J. Schulman, "Approximating KL divergence", 2020).
+    """
+    gaps = np.concatenate([_completion(feature, b) - _completion(feature, a) for feature, a, b in zip(features, policy, reference, strict=True)])
+    return float(np.mean(np.expm1(gaps) - gaps))
+
+
+def _completion(feature: InputFeature, values: NDArray[np.float32] | None) -> NDArray[np.float64]:
+    """The values of the completion's tokens, in float64."""
+    if values is None or feature.completion_mask is None:
+        raise ValueError("a sampled feature carries log-probabilities and a completion mask; this one does not")
+    return values[feature.completion_mask].astype(np.float64)
+
+
+def _endless(problems: Sequence[Trajectory], batch_size: int, seed: int) -> Iterator[list[Trajectory]]:
+    epoch = 0
+    while True:
+        yield from DataLoader(problems, batch_size=batch_size, shuffle=True, seed=seed + epoch)
+        epoch += 1
+
+
+class _Clock:
+    """Splits the time of a step into named laps, in seconds."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+    def total_s(self) -> float:
+        return time.perf_counter() - self._start

@@ -1,0 +1,220 @@
+"""The whole job behind `twinkle grpo`: groups, components, warm-up, steps, evaluations, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from twinkle_data import Template
+from twinkle_data.toy import toy_tokenizer
+from twinkle_remote import initialize
+from twinkle_sync import CheckpointEngineManager
+
+from twinkle.config import GRPOConfig
+from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
+from twinkle.layout import Layout, build_sampler, build_trainer, draw_layout, plan_layout
+from twinkle.recipes._evaluate import Evaluation
+from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
+from twinkle.recipes._rollouts import INITIAL_POLICY, ROLLOUTS_FILE, read_rollouts, rollout_record
+from twinkle.recipes._task import Task, make_task
+from twinkle.recipes._warmup import WarmupResult, warm_up
+from twinkle.run import PeakMemory, Progress, RunFolder, write_curves
+
+if TYPE_CHECKING:
+    from twinkle_megatron import MegatronModel
+    from twinkle_vllm import vLLMSampler
+
+METRICS_FILE = "metrics.jsonl"
+# Sampled held-out accuracy after the warm-up: outside, the RL figures say nothing (no signal, or no room).
+HONEST_WARMUP = (0.35, 0.60)
+
+
+@dataclass
+class _Record:
+    """What the run has measured so far."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
+    warmup: WarmupResult | None = None
+
+
+def run_grpo(config: GRPOConfig, console: Console) -> Path:
+    """Run GRPO as configured; returns the run folder.
+
+    Raises:
+        ConfigError: settings that do not go together, a model or a record that is not there.
+        RunFolderError: the run folder cannot be made or written.
+        WarmupError: the warm-up did not reach its target.
+    """
+    started = time.perf_counter()
+    if config.replay is not None:
+        return _replay(config, console, started)
+    if config.model is not None:
+        existing_checkpoint(config.model)
+    layout = plan_layout(config.runtime, config.actor, config.sampler)
+    folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
+    folder.write_json("config.json", config.model_dump(mode="json"))
+    console.print(draw_layout(layout), markup=False, highlight=False)
+    console.print(f"run folder: {folder.path}", markup=False, highlight=False)
+    task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
+    record = _Record()
+    with running(config, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
+        model = starting_checkpoint(config, task, folder)
+        progress.say("starting the actor and the sampler")
+        actor, sampler, reference = _build(config, layout, model)
+        weights = CheckpointEngineManager(model=actor, sampler=sampler)
+        template = Template(str(model))
+        sampler.set_template(template)
+        if config.warmup.enabled:
+            record.warmup = warm_up(
+                config.warmup,
+                actor=actor,
+                sampler=sampler,
+                weights=weights,
+                template=template,
+                task=task,
+                max_tokens=config.max_tokens,
+                micro_batch_size=config.actor.micro_batch_size,
+                seed=config.seed,
+                say=progress.say,
+            )
+            model = _keep_initial(actor, folder)
+            if reference is not None:
+                reference.load(str(model))
+        elif config.record:
+            _keep_initial(actor, folder)
+        loop = GRPOLoop(config, actor=actor, sampler=sampler, weights=weights, template=template, task=task, reference=reference)
+        _train(config, loop, folder, progress, record)
+        if config.save_model:
+            with folder.writing("checkpoint") as path:
+                actor.save(str(path)).get()
+        memory.sample()
+        summary = _summary(config, record, loop.checks, time.perf_counter() - started, memory.peak_bytes)
+    _finish(folder, record, summary, console)
+    return folder.path
+
+
+@contextmanager
+def running(config: GRPOConfig, layout: Layout) -> Iterator[None]:
+    """The runtime that the configuration asks for; everything that was started ends with the block."""
+    runtime = config.runtime
+    with initialize(
+        runtime.mode,
+        groups=list(layout.groups),
+        start_timeout_s=runtime.start_timeout_s,
+        call_timeout_s=runtime.call_timeout_s,
+        address=runtime.address,
+        trace=runtime.trace,
+    ):
+        yield
+
+
+def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Path:
+    """The checkpoint that the run starts from; the preset's is made inside the run folder."""
+    if config.model is not None:
+        return existing_checkpoint(config.model)
+    with folder.writing("model") as path:
+        if config.preset == "smollm2":
+            return write_smollm2(path)
+        texts = [problem.user_data[key] for key in ("question", "response") for problem in task.training[:2000]]
+        return write_tiny_qwen3(path, toy_tokenizer(texts), seed=config.seed)
+
+
+def _build(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
+    sampler = build_sampler(model, layout, config)
+    actor = build_trainer(model, layout, config.actor, config.seed)
+    reference = build_trainer(model, layout, config.actor, config.seed) if config.measure_kl or config.kl_beta else None
+    return actor, sampler, reference
+
+
+def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
+    with folder.writing(INITIAL_POLICY) as path:
+        actor.save(str(path)).get()
+    return path
+
+
+def _train(config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, progress: Progress, record: _Record) -> None:
+    _evaluate(loop, 0, folder, progress, record)
+    for step in range(1, config.steps + 1):
+        row, features, rewards = loop.step()
+        record.steps.append(row)
+        folder.append_line(METRICS_FILE, {"kind": "step", **row})
+        if config.record:
+            folder.append_line(ROLLOUTS_FILE, rollout_record(step, features, rewards))
+        progress.step(row)
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            _evaluate(loop, step, folder, progress, record)
+    if config.steps:
+        _evaluate(loop, config.steps, folder, progress, record)
+
+
+def _evaluate(loop: GRPOLoop, step: int, folder: RunFolder, progress: Progress, record: _Record) -> None:
+    result = loop.evaluate()
+    record.evaluations.append((step, result))
+    folder.append_line(METRICS_FILE, {"kind": "evaluation", "step": step, "sampled": result.sampled, "greedy": result.greedy})
+    progress.say(f"held-out exact match after step {step}: sampled {result.sampled:.3f}, greedy {result.greedy:.3f}")
+
+
+def _summary(config: GRPOConfig, record: _Record, checks: Checks, seconds: float, peak_bytes: int) -> dict[str, Any]:
+    before, after = record.evaluations[0][1], record.evaluations[-1][1]
+    low, high = HONEST_WARMUP
+    return {
+        "preset": config.preset,
+        "seed": config.seed,
+        "steps": len(record.steps),
+        "eval_before": before.sampled,
+        "eval_after": after.sampled,
+        "eval_greedy_before": before.greedy,
+        "eval_greedy_after": after.greedy,
+        "warmup": {"steps": record.warmup.steps, "accuracy": record.warmup.accuracy, "seconds": record.warmup.seconds} if record.warmup else None,
+        "warmup_in_range": low <= before.sampled <= high if record.warmup else None,
+        "checks": checks.to_summary(),
+        "seconds": seconds,
+        "peak_memory_bytes": peak_bytes,
+    }
+
+
+def _finish(folder: RunFolder, record: _Record, summary: dict[str, Any], console: Console) -> None:
+    folder.write_json("summary.json", summary)
+    evaluations = [{"step": step, "sampled": result.sampled, "greedy": result.greedy} for step, result in record.evaluations]
+    with folder.writing("curves.png") as path:
+        write_curves(path, record.steps, evaluations)
+    console.print(
+        f"held-out exact match: sampled {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}, "
+        f"greedy {summary['eval_greedy_before']:.3f} -> {summary['eval_greedy_after']:.3f}; "
+        f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB; written to {folder.path}",
+        markup=False,
+        highlight=False,
+    )
+    if summary["warmup_in_range"] is False:
+        console.print(f"the warm-up ended outside {HONEST_WARMUP}: this run's gain says little", style="yellow")
+
+
+def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
+    """Train on recorded rollouts: no sampler, no evaluation; the losses and gradient norms are what is compared."""
+    assert config.replay is not None
+    source = config.replay
+    rollouts = read_rollouts(source)
+    first = next(rollouts, None)
+    layout = plan_layout(config.runtime, config.actor)
+    folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
+    folder.write_json("config.json", config.model_dump(mode="json"))
+    console.print(draw_layout(layout), markup=False, highlight=False)
+    with running(config, layout), Progress(config.steps, console) as progress:
+        actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
+        set_up_actor(actor, config)
+        count = 0
+        while first is not None and count < config.steps:
+            step, features, rewards = first
+            row = {"step": step, "reward": sum(rewards) / len(rewards), **train_step(actor, features, config)}
+            folder.append_line(METRICS_FILE, {"kind": "step", **row})
+            progress.say(f"replayed step {step}: loss {row['loss']:.9f}, gradient norm {row['grad_norm']:.9f}")
+            count += 1
+            first = next(rollouts, None)
+    folder.write_json("summary.json", {"replay": str(source), "steps": count, "seconds": time.perf_counter() - started})
+    return folder.path

@@ -1,0 +1,82 @@
+"""The whole job behind `twinkle sft`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from twinkle_data import DataLoader, Dataset, Template, Trajectory
+from twinkle_data.toy import toy_tokenizer
+from twinkle_remote import initialize
+
+from twinkle._errors import ConfigError
+from twinkle.config import SFTConfig
+from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
+from twinkle.layout import build_trainer, draw_layout, plan_layout
+from twinkle.recipes._task import make_task
+from twinkle.recipes._warmup import set_up_sft, sft_step
+from twinkle.run import PeakMemory, RunFolder
+
+
+def run_sft(config: SFTConfig, console: Console) -> Path:
+    """Supervised fine-tuning as configured; returns the run folder with `metrics.jsonl`, `summary.json` and the checkpoint.
+
+    Raises:
+        ConfigError: settings that do not go together, a model or a dataset that is not there.
+        RunFolderError: the run folder cannot be made or written.
+    """
+    started = time.perf_counter()
+    if config.model is not None:
+        existing_checkpoint(config.model)
+    layout = plan_layout(config.runtime, config.actor)
+    conversations, texts = _conversations(config)
+    if len(conversations) < config.batch_size:
+        raise ConfigError(f"the data has {len(conversations)} conversations, less than one batch of {config.batch_size}; lower --batch-size")
+    folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft")
+    folder.write_json("config.json", config.model_dump(mode="json"))
+    console.print(draw_layout(layout), markup=False, highlight=False)
+    runtime = config.runtime
+    with PeakMemory() as memory, initialize(
+        runtime.mode,
+        groups=list(layout.groups),
+        start_timeout_s=runtime.start_timeout_s,
+        call_timeout_s=runtime.call_timeout_s,
+        address=runtime.address,
+        trace=runtime.trace,
+    ):
+        model = existing_checkpoint(config.model) if config.model else write_tiny_qwen3(folder.path / "model", toy_tokenizer(texts), seed=config.seed)
+        template = Template(str(model), max_length=config.max_length)
+        actor = build_trainer(model, layout, config.actor, config.seed)
+        set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)
+        losses: list[float] = []
+        epochs = 1 + config.steps * config.batch_size // len(conversations)
+        loader = DataLoader(conversations, batch_size=config.batch_size, shuffle=True, seed=config.seed, num_epochs=epochs)
+        for step, batch in zip(range(1, config.steps + 1), loader, strict=False):
+            sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=config.actor.micro_batch_size)
+            row: dict[str, Any] = {"step": step, **dict(actor.calculate_metric())}
+            folder.append_line("metrics.jsonl", {"kind": "step", **row})
+            losses.append(row["loss"])
+            if step == 1 or step % 10 == 0 or step == config.steps:
+                console.print(f"step {step}/{config.steps}  loss {row['loss']:.4f}  gradient norm {row['grad_norm']:.4f}", highlight=False)
+        if config.save_model:
+            with folder.writing("checkpoint") as path:
+                actor.save(str(path)).get()
+        memory.sample()
+    summary = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1], "seconds": time.perf_counter() - started}
+    folder.write_json("summary.json", {**summary, "peak_memory_bytes": memory.peak_bytes})
+    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {summary['seconds']:.0f} s; written to {folder.path}", markup=False, highlight=False)
+    return folder.path
+
+
+def _conversations(config: SFTConfig) -> tuple[list[Trajectory], list[str]]:
+    """The conversations to train on, and texts for the preset's tokenizer."""
+    if config.dataset is None:
+        task = make_task(config.task, validation=0)
+        texts = [problem.user_data[key] for key in ("question", "response") for problem in task.training[:2000]]
+        return [task.worked(problem) for problem in task.training], texts
+    if not config.dataset.is_file():
+        raise ConfigError(f"--dataset {config.dataset}: there is no such file; give a JSONL file with `messages` in every line")
+    rows = [row if isinstance(row, Trajectory) else Trajectory(messages=row["messages"]) for row in Dataset(str(config.dataset))]
+    return rows, [message.content for row in rows[:2000] for message in row.messages]

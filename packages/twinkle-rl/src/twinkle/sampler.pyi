@@ -1,0 +1,3 @@
+from twinkle_vllm import vLLMSampler as vLLMSampler
+
+__all__: list[str]
