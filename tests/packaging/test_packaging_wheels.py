@@ -1,0 +1,127 @@
+"""Each package alone: its wheel in a new environment outside the workspace, with nothing but what it declares."""
+
+from __future__ import annotations
+
+import email
+import re
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from isolated import Environment
+from packaging.requirements import Requirement
+from packaging.version import Version
+from workspace import Distribution, read_distributions
+
+# Downloads, on a machine whose cache is empty.
+pytestmark = pytest.mark.timeout(900)
+
+# What a package's declared dependencies must not bring in.
+NOT_INSTALLED = {
+    "twinkle-mesh": ("torch", "ray", "transformers"),
+    "twinkle-remote": ("torch", "ray", "transformers"),
+    "twinkle-data": ("torch", "ray", "transformers", "datasets"),
+    "twinkle-train": ("ray", "transformers", "megatron", "vllm"),
+    "twinkle-sync": ("ray", "transformers", "megatron", "vllm"),
+    "twinkle-megatron": ("ray", "vllm"),
+    "twinkle-vllm": ("ray", "vllm", "megatron"),
+    "twinkle-rl": ("ray", "transformers", "megatron", "vllm", "matplotlib"),
+}
+
+# Code that needs an extra which is not there: the error names the line that installs it.
+WITHOUT_EXTRA = {
+    "twinkle-remote": [("import twinkle_remote as r; r.initialize('ray', groups=[])", "pip install 'twinkle-remote[ray]'")],
+    "twinkle-rl": [
+        ("from twinkle.model import MegatronModel", "pip install 'twinkle-rl[megatron]'"),
+        ("from twinkle.sampler import vLLMSampler", "pip install 'twinkle-rl[vllm]'"),
+    ],
+}
+
+# Extras that a README may offer and that this machine cannot take.
+NEEDS_A_GPU = {"cuda", "te", "flash"}
+
+
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_the_wheel_has_its_metadata(distribution: Distribution, wheels: dict[str, Path]) -> None:
+    metadata = _metadata(wheels[distribution.name])
+    assert metadata["Name"] == distribution.name
+    assert metadata["Version"] == distribution.version
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] == "The Twinkle developers"
+    assert metadata["Summary"]
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    # A long description, so a page on an index is not empty.
+    assert "pip install" in str(metadata.get_payload())
+
+
+def test_the_wheel_holds_one_typed_module_and_no_tests(distribution: Distribution, wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels[distribution.name]) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {distribution.module}
+    assert f"{distribution.module}/py.typed" in names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert not [name for name in names if "/tests/" in name or name.endswith((".pyc", "conftest.py"))]
+
+
+def test_siblings_are_pinned_by_ranges_that_end_before_the_next_minor_release(distribution: Distribution, wheels: dict[str, Path]) -> None:
+    siblings = read_distributions()
+    for line in _metadata(wheels[distribution.name]).get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        if requirement.name not in siblings or requirement.name == distribution.name:
+            continue
+        version = Version(siblings[requirement.name].version)
+        assert requirement.specifier.contains(version), f"{line} does not take the workspace's {version}"
+        assert not requirement.specifier.contains(Version(f"{version.major}.{version.minor + 1}.0")), f"{line} has no upper end"
+        assert requirement.url is None, f"{line} names a place"
+
+
+def test_it_imports_with_only_its_declared_dependencies(distribution: Distribution, environment: Environment) -> None:
+    environment.check()
+    printed = environment.execute(
+        f"""
+import importlib.metadata, importlib.util, pathlib, sys
+import {distribution.module} as module
+assert "packages" not in pathlib.Path(module.__file__).parts, module.__file__
+assert importlib.metadata.version({distribution.name!r}) == {distribution.version!r}
+assert module.__all__ and len(set(module.__all__)) == len(module.__all__)
+print([name for name in {NOT_INSTALLED[distribution.name]!r} if name in sys.modules or importlib.util.find_spec(name)])
+"""
+    )
+    assert printed.strip() == "[]", "brought in though no dependency declares it"
+
+
+def test_a_missing_extra_is_named_with_its_install_line(distribution: Distribution, environment: Environment) -> None:
+    for code, install_line in WITHOUT_EXTRA.get(distribution.name, []):
+        message = environment.execute(f"try:\n    {code}\nexcept ImportError as error:\n    print(error)\n")
+        assert install_line in message, f"{code}: {message}"
+
+
+def test_its_commands_answer_without_extras(distribution: Distribution, environment: Environment) -> None:
+    for command in distribution.project.get("scripts", {}):
+        printed = environment.execute(f"import subprocess, sys; sys.exit(subprocess.run(['venv/bin/{command}', '--help']).returncode)")
+        assert command in printed
+
+
+def readme_example(readme: str, name: str) -> tuple[set[str], str]:
+    """The first python block, and the extras that the install lines before it name."""
+    before, found, rest = readme.partition("```python\n")
+    assert found, "README.md has no ```python block"
+    assert re.search(rf"pip install '?{name}\b", before), f"README.md has no `pip install {name}` before its example"
+    extras = {extra.strip() for group in re.findall(rf"{name}\[([^]]*)\]", before) for extra in group.split(",")}
+    return extras - NEEDS_A_GPU, rest.partition("\n```")[0] + "\n"
+
+
+def test_its_readme_example_runs_with_the_extras_that_it_names(distribution: Distribution, environment: Environment) -> None:
+    extras, code = readme_example((distribution.folder / "README.md").read_text(), distribution.name)
+    if extras:
+        environment.install(f"{distribution.name}[{','.join(sorted(extras))}]=={distribution.version}")
+    # A file of its own that can be imported again: the example may start processes.
+    environment.execute(code, timeout_s=120)
