@@ -1,1 +1,58 @@
 """Run Python classes on Ray workers or in process, with mesh-aware dispatch and collect."""
+
+from twinkle_remote._decorators import remote_class, remote_function
+from twinkle_remote._errors import (
+    CallTimeoutError,
+    CollectError,
+    ComponentLostError,
+    DecorationError,
+    DispatchError,
+    GroupError,
+    MissingRayError,
+    PlacementTimeoutError,
+    RemoteAttributeError,
+    RemoteCallError,
+    RemoteError,
+    RemoteTypeError,
+    RuntimeStateError,
+    StartTimeoutError,
+    WorkerDiedError,
+    WorkerError,
+)
+from twinkle_remote._initialize import initialize
+from twinkle_remote._lazy import LazyResult, gather
+from twinkle_remote._meeting import HeldPort, Rendezvous
+from twinkle_remote._protocol import Runtime
+from twinkle_remote._state import current_runtime, held_port, in_worker, rendezvous, shutdown
+
+__all__ = [
+    "CallTimeoutError",
+    "CollectError",
+    "ComponentLostError",
+    "DecorationError",
+    "DispatchError",
+    "GroupError",
+    "HeldPort",
+    "LazyResult",
+    "MissingRayError",
+    "PlacementTimeoutError",
+    "RemoteAttributeError",
+    "RemoteCallError",
+    "RemoteError",
+    "RemoteTypeError",
+    "Rendezvous",
+    "Runtime",
+    "RuntimeStateError",
+    "StartTimeoutError",
+    "WorkerDiedError",
+    "WorkerError",
+    "current_runtime",
+    "gather",
+    "held_port",
+    "in_worker",
+    "initialize",
+    "remote_class",
+    "remote_function",
+    "rendezvous",
+    "shutdown",
+]

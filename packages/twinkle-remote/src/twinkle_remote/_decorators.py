@@ -1,0 +1,213 @@
+"""`remote_class` and `remote_function`."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast, get_args
+
+from twinkle_mesh import DeviceMesh
+
+from twinkle_remote import _state
+from twinkle_remote._errors import DecorationError
+from twinkle_remote._handle import component_of, handle_class, is_handle_class
+from twinkle_remote._in_process import call_in_process
+from twinkle_remote._lazy import resolve
+from twinkle_remote._placement_arguments import place_arguments, read_placement
+from twinkle_remote._protocol import Collect, Dispatch, Execute, MethodSpec
+
+C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SPEC = "__twinkle_remote_method__"
+_EXECUTE = "__twinkle_execute__"
+_MESH = "__twinkle_mesh__"
+
+
+def remote_function(
+    dispatch: Dispatch = "slice",
+    execute: Execute = "all",
+    collect: Collect = "none",
+    sync: bool = False,
+    lazy_collect: bool = True,
+    timeout_s: float | None = None,
+    allow_empty: bool = False,
+) -> Callable[[F], F]:
+    """Make a method of a `remote_class` callable on its workers.
+
+    dispatch: how arguments are shared out among the workers (on Ray; in process they pass through).
+        'slice': lists, tuples, numpy arrays and tensors are cut evenly over the workers, anything else goes to all;
+        'slice_dp': the same over the data ranks of the component's mesh: tp, pp, cp and ulysses peers get the same share;
+        'all': everything goes to all;
+        a function `(length, i, args, kwargs, device_mesh) -> (args, kwargs)` for worker i of `length`.
+    execute: 'all' workers, or only the 'first'.
+    collect: how results come together.
+        'none': the list of all workers' results (of one worker: its result);
+        'flatten': one result a data group, joined as one process would have returned it;
+        'mean', 'sum': over the data groups, key by key in dicts (over the ranks that have the key);
+        'first': the first worker's; 'last_pp': the last pipeline stage's, one a data group, joined like 'flatten';
+        a function `(all_results, device_mesh) -> value`.
+    sync: wait for all workers and return the value. lazy_collect: return a LazyResult (False: the value).
+    timeout_s: seconds that a call may take (default: the runtime's `call_timeout_s`).
+    allow_empty: let workers get no items where there are fewer items than workers (otherwise an error).
+
+    Methods of Python's protocols (`__len__`, `__iter__`, `__next__`, ...) work across processes and return values.
+    Raises DecorationError for unknown options.
+    """
+    _check_option("dispatch", dispatch, ("slice", "all", "slice_dp"), callable(dispatch))
+    _check_option("execute", execute, get_args(Execute), False)
+    _check_option("collect", collect, ("none", "flatten", "mean", "sum", "first", "last_pp"), callable(collect))
+
+    def decorate(method: F) -> F:
+        if not inspect.isfunction(method):
+            raise DecorationError(
+                f"remote_function decorates methods, not {type(method).__name__}: put it below staticmethod or property, or leave it off"
+            )
+        if inspect.iscoroutinefunction(method):
+            raise DecorationError(f"{method.__qualname__}: a remote method is a plain function; callers may await its LazyResult")
+        spec = MethodSpec(
+            name=method.__name__,
+            parameters=tuple(inspect.signature(method).parameters)[1:],
+            dispatch=dispatch,
+            execute=execute,
+            collect=collect,
+            sync=sync,
+            lazy_collect=lazy_collect,
+            timeout_s=timeout_s,
+            allow_empty=allow_empty,
+        )
+        return cast("F", _remote_method(method, spec))
+
+    return decorate
+
+
+def remote_class(execute: Execute = "all") -> Callable[[C], C]:
+    """Make a class whose objects can live on the workers of a device group. It stays a class, and `isinstance` holds.
+
+    Constructed with `remote_group=` (a group's name) in mode 'ray', its object is built on all workers of the group (execute='all')
+    or on the first only ('first': data sets, data loaders), and what the constructor returns is an instance of the same class whose remote
+    methods run there. In local mode, without `remote_group`, or in a worker of that group, it is built in this process.
+
+    `remote_group` and `device_mesh` are read from the constructor's arguments. `remote_group` is handed on only if `__init__`
+    names it, `device_mesh` if `__init__` accepts it (default: data parallel over the group's workers). Subclasses are remote classes too, and a
+    method that overrides a remote one is remote. `__worker_env__(device_type) -> dict[str, str]`, a classmethod, may add to the
+    workers' environment.
+
+    Raises DecorationError for what is not a class.
+    """
+    _check_option("execute", execute, get_args(Execute), False)
+
+    def decorate(cls: C) -> C:
+        if not inspect.isclass(cls):
+            raise DecorationError(f"remote_class decorates classes, not {type(cls).__name__}")
+        _install(cls, execute)
+        return cls
+
+    return decorate
+
+
+def remote_methods(cls: type) -> dict[str, MethodSpec]:
+    """The remote methods of a class, inherited ones included, by name."""
+    found: dict[str, MethodSpec] = {}
+    for base in reversed(cls.__mro__):
+        for name, attribute in vars(base).items():
+            if (spec := getattr(attribute, _SPEC, None)) is not None:
+                found[name] = spec
+    return found
+
+
+def mesh_of(target: Any) -> DeviceMesh:
+    """The mesh of an in-process component."""
+    mesh = getattr(target, _MESH, None)
+    return _state.current_runtime().mesh_for(None, None, "all") if mesh is None else mesh
+
+
+def _check_option(name: str, value: Any, known: tuple[str, ...], fine: bool) -> None:
+    if not fine and value not in known:
+        raise DecorationError(
+            f"{name}={value!r} is not known; known are {', '.join(map(repr, known))}" + ("" if name == "execute" else " or a function")
+        )
+
+
+def _remote_method(method: Callable[..., Any], spec: MethodSpec) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if is_handle_class(type(self)):
+            return component_of(self).call(spec, args, kwargs)
+        return call_in_process(self, mesh_of(self), spec, method, args, kwargs)
+
+    setattr(call, _SPEC, spec)
+    return call
+
+
+def _install(cls: type, execute: Execute) -> None:
+    if cls.__dictoffset__ == 0:
+        raise DecorationError(f"{cls.__name__}: a remote class keeps its mesh in its __dict__; do not use __slots__ without '__dict__'")
+    again = _EXECUTE in vars(cls)
+    setattr(cls, _EXECUTE, execute)
+    if again:  # a subclass of a remote class was installed when it was made; the decorator only changes `execute`
+        return
+    _inherit_specs(cls)
+    _wrap_new(cls)
+    _wrap_init(cls)
+    if not any(_EXECUTE in vars(base) for base in cls.__mro__[1:]):
+        _wrap_init_subclass(cls)
+
+
+def _inherit_specs(cls: type) -> None:
+    """A method that overrides a remote method is remote in the same way."""
+    for name, attribute in list(vars(cls).items()):
+        inherited = next((getattr(vars(base)[name], _SPEC, None) for base in cls.__mro__[1:] if name in vars(base)), None)
+        if inherited is not None and inspect.isfunction(attribute) and not hasattr(attribute, _SPEC):
+            setattr(cls, name, _remote_method(attribute, inherited))
+
+
+def _wrap_init_subclass(cls: type) -> None:
+    original = vars(cls).get("__init_subclass__")
+
+    def __init_subclass__(subclass: type, **kwargs: Any) -> None:
+        if original is not None:
+            original.__get__(None, subclass)(**kwargs)
+        else:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        if not is_handle_class(subclass):
+            _install(subclass, getattr(subclass, _EXECUTE))
+
+    cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+
+
+def _wrap_new(cls: type) -> None:
+    if "__new__" not in vars(cls) and any(_EXECUTE in vars(base) for base in cls.__mro__[1:]):
+        return  # inherited
+    original = cls.__new__
+
+    @functools.wraps(original)
+    def __new__(subclass: type, /, *args: Any, **kwargs: Any) -> Any:
+        # What is returned here gets its __init__ called with the same arguments, as it is an instance of `subclass`.
+        if is_handle_class(subclass):
+            return object.__new__(subclass)
+        if _state.current_runtime().is_remote(kwargs.get("remote_group")):
+            return object.__new__(handle_class(subclass, remote_methods(subclass), getattr(subclass, _EXECUTE)))
+        return original(subclass) if original is object.__new__ else original(subclass, *args, **kwargs)
+
+    cls.__new__ = __new__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _wrap_init(cls: type) -> None:
+    original: Callable[..., None] = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if _MESH in vars(self):  # called by a subclass's __init__
+            original(self, *args, **kwargs)
+            return
+        group_name, mesh = read_placement(original, args, kwargs)
+        mesh = _state.current_runtime().mesh_for(group_name, mesh, getattr(type(self), _EXECUTE))
+        object.__setattr__(self, _MESH, mesh)
+        args, kwargs = place_arguments(original, args, kwargs, mesh)
+        token = _state.active.set(_state.active.get() | {id(self)})
+        try:
+            original(self, *(resolve(arg) for arg in args), **{name: resolve(value) for name, value in kwargs.items()})
+        finally:
+            _state.active.reset(token)
+
+    cls.__init__ = __init__

@@ -1,0 +1,42 @@
+"""Calls of a component that lives in this process."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from twinkle_mesh import DeviceMesh, launcher_rank
+
+from twinkle_remote import _state
+from twinkle_remote._lazy import LazyResult, ValueSource, resolve
+from twinkle_remote._local import reduce_over_data_ranks
+from twinkle_remote._protocol import EAGER_METHODS, MethodSpec
+
+
+def call_in_process(
+    target: Any, mesh: DeviceMesh, spec: MethodSpec, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a remote method of an object of this process.
+
+    Arguments pass as they are (the data loader has sliced), LazyResults in them as their values. `mean` and `sum` reduce over the data
+    ranks; other collects give this rank's value. A call that a component makes on itself is a plain call.
+    """
+    active = _state.active.get()
+    if id(target) in active:
+        return method(target, *args, **kwargs)
+    args = tuple(resolve(arg) for arg in args)
+    kwargs = {name: resolve(value) for name, value in kwargs.items()}
+    start_s = time.time()
+    token = _state.active.set(active | {id(target)})
+    try:
+        value = method(target, *args, **kwargs)
+    finally:
+        _state.active.reset(token)
+        if (trace := _state.current_runtime().trace) is not None:
+            trace.add(type(target).__name__, launcher_rank(), spec.name, start_s, time.time())
+    if spec.name in EAGER_METHODS:
+        return value
+    if spec.collect in ("mean", "sum"):
+        value = reduce_over_data_ranks(value, spec.collect, mesh)
+    if isinstance(value, LazyResult):
+        return value.get() if spec.returns_value else value
+    return value if spec.returns_value else LazyResult(ValueSource(value))

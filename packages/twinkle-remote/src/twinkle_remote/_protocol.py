@@ -1,0 +1,92 @@
+"""What the decorators know about a runtime, and nothing more: the seam where another engine fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from twinkle_mesh import DeviceGroup, DeviceMesh, PlacementPlan
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from twinkle_remote._trace import Trace
+
+Execute = Literal["all", "first"]
+DispatchFunction = Callable[[int, int, tuple[Any, ...], dict[str, Any], DeviceMesh], tuple[tuple[Any, ...], dict[str, Any]]]
+CollectFunction = Callable[[list[Any], DeviceMesh], Any]
+Dispatch = Literal["slice", "all", "slice_dp"] | DispatchFunction
+Collect = Literal["none", "flatten", "mean", "sum", "first", "last_pp"] | CollectFunction
+
+# These reach a component by Python's own protocols, whose callers need the value itself (len must give an int).
+EAGER_METHODS = frozenset({"__len__", "__bool__", "__contains__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MethodSpec:
+    """How one remote method is called.
+
+    name, parameters: of the method; the parameters' names serve error messages. The rest: see `remote_function`.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    dispatch: Dispatch
+    execute: Execute
+    collect: Collect
+    sync: bool
+    lazy_collect: bool
+    timeout_s: float | None
+    allow_empty: bool
+
+    @property
+    def returns_value(self) -> bool:
+        """Whether a call returns the collected value rather than a LazyResult."""
+        return self.sync or not self.lazy_collect or self.name in EAGER_METHODS
+
+
+class Component(Protocol):
+    """An object that lives on the workers of a group."""
+
+    def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a remote method: a LazyResult, or the value where `spec.returns_value`."""
+        ...
+
+    def describe(self) -> str:
+        """'ClassName in group ...', for messages."""
+        ...
+
+
+@runtime_checkable
+class Runtime(Protocol):
+    """What `initialize` decided: where components live and who slices batches.
+
+    mode: 'local' (one process), 'torchrun' (one of several processes that run the same script) or 'ray'.
+    groups: the device groups by name. plan: which worker of a group runs where (None where nothing was placed).
+    slices_in_loader: True where the data loader must slice batches (local, torchrun); False where dispatch does (ray).
+    """
+
+    mode: Literal["local", "torchrun", "ray"]
+    groups: dict[str, DeviceGroup]
+    plan: PlacementPlan | None
+    slices_in_loader: bool
+    trace: "Trace | None"
+
+    def is_remote(self, group_name: str | None) -> bool:
+        """Whether a component of this group lives on workers rather than in this process. Raises GroupError if unknown."""
+        ...
+
+    def mesh_for(self, group_name: str | None, mesh: DeviceMesh | None, execute: Execute) -> DeviceMesh:
+        """The mesh that a component of this group gets. Raises GroupError for one that does not fit."""
+        ...
+
+    def create(self, cls: type, group_name: str, mesh: DeviceMesh, execute: Execute, args: Sequence[Any], kwargs: dict[str, Any]) -> Component:
+        """Build a component on the workers of a group; returns once all are built."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release everything that the runtime started. Doing it again does nothing."""
+        ...
+
+    def __enter__(self) -> "Self": ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
