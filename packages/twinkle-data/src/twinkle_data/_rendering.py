@@ -69,24 +69,35 @@ class ChatRenderer:
         text = self.render([*before, *messages], add_generation_prompt)
         return text[text.index(self.end_token, text.rindex(_ANSWER)) + len(self.end_token) :]
 
-    def spans(self, messages: Sequence[Message], wanted: Sequence[int], add_generation_prompt: bool) -> tuple[str, list[Span]]:
-        """The rendered text, and the spans of the assistant turns whose indices are wanted.
+    def prompt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The rendered text with the generation prompt, and the spans of the assistant turns in it, as far as they can be found."""
+        full = self.render(messages, add_generation_prompt=True)
+        try:
+            answers = self._answers(messages)
+        except TemplateError:
+            return full, []  # nothing here is trained on: that a turn cannot be masked does not matter
+        return full, _whole(full, answers) or []
+
+    def conversation(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        """The rendered text, and the spans of the assistant turns in it.
 
         The text is what the template renders at once, unless the template rewrites earlier turns when later ones follow (dropping their
         reasoning, say). Then it is the turns as they were when each was the last one, which is what the sampler of each saw.
         """
         full = self.render(messages, add_generation_prompt)
-        answers = {index: self._answer(messages, index) for index in wanted}
-        if all(full.startswith(head + answer) for head, answer in answers.values()):
-            return full, [Span(start=len(head), stop=len(head) + len(answer), message=i) for i, (head, answer) in answers.items()]
+        answers = self._answers(messages)
+        spans = _whole(full, answers)
+        if spans is not None:
+            return full, spans
         text, after, spans = "", 0, list[Span]()
-        for index in (i for i, message in enumerate(messages) if message.role == "assistant"):
-            head, answer = answers[index] if index in answers else self._answer(messages, index)
+        for index, (head, answer) in answers.items():
             text += self.continuation(messages[after:index], True) if after else head
-            if index in answers:
-                spans.append(Span(start=len(text), stop=len(text) + len(answer), message=index))
+            spans.append(Span(start=len(text), stop=len(text) + len(answer), message=index))
             text, after = text + answer, index + 1
         return text + self.continuation(messages[after:], add_generation_prompt), spans
+
+    def _answers(self, messages: Sequence[Message]) -> dict[int, tuple[str, str]]:
+        return {index: self._answer(messages, index) for index, message in enumerate(messages) if message.role == "assistant"}
 
     def _answer(self, messages: Sequence[Message], index: int) -> tuple[str, str]:
         """The text before an assistant turn, generation prompt included, and the turn itself with its end token."""
@@ -103,3 +114,10 @@ class ChatRenderer:
         if stop < 0:
             raise TemplateError(f"message {index}: the template writes no {self.end_token!r} after this assistant turn; mend the template")
         return head, done[len(head) : stop + len(self.end_token)]
+
+
+def _whole(full: str, answers: dict[int, tuple[str, str]]) -> list[Span] | None:
+    """The spans of the answers in the text that was rendered at once; None when the template rewrote one of them."""
+    if not all(full.startswith(head + answer) for head, answer in answers.values()):
+        return None
+    return [Span(start=len(head), stop=len(head) + len(answer), message=index) for index, (head, answer) in answers.items()]

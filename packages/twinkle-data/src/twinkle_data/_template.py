@@ -77,7 +77,7 @@ class Template:
 
         The ids are those of `tokenizer.apply_chat_template`, with two exceptions, both of which keep to what a sampler sees: where a token
         would straddle the border between prompt and answer, the two are tokenised apart; and where the template rewrites earlier turns
-        once later ones follow, each turn stays as it was when it was sampled.
+        once later ones follow, each trained turn stays as it was when it was sampled. So a prompt's ids begin the conversation's.
 
         Raises:
             TemplateError: the template refuses the messages, or the assistant's tokens cannot be told from the rest.
@@ -87,15 +87,18 @@ class Template:
         messages = trajectory.messages
         if add_generation_prompt and messages[-1].role == "assistant":
             raise TemplateError("the last message is an assistant turn already: drop it, or encode without a generation prompt")
-        wanted = [i for i, m in enumerate(messages) if m.role == "assistant" and (m.loss is True or not add_generation_prompt)]
-        text, spans = self._renderer.spans(messages, wanted, add_generation_prompt)
+        if add_generation_prompt and not any(message.loss for message in messages):
+            text, spans = self._renderer.prompt(messages)
+        else:
+            text, spans = self._renderer.conversation(messages, add_generation_prompt)
         ids, bounds = self._tokenize_apart(text, [cut for span in spans for cut in (span.start, span.stop)])
         input_ids = np.array(ids, np.int64)
         completion_mask = np.zeros(len(ids), np.bool_)
         labels = np.full(len(ids), IGNORE_INDEX, np.int64)
         for span, start, stop in zip(spans, bounds[::2], bounds[1::2], strict=True):
-            completion_mask[start:stop] = True
-            if messages[span.message].loss is not False:
+            loss = messages[span.message].loss
+            completion_mask[start:stop] = loss is True or not add_generation_prompt
+            if loss is True or (loss is None and not add_generation_prompt):
                 labels[start:stop] = input_ids[start:stop]
         feature = InputFeature(input_ids=input_ids, labels=labels, completion_mask=completion_mask, user_data=dict(trajectory.user_data))
         return self._truncate(feature)
