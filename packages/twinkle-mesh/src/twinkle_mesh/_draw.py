@@ -11,7 +11,7 @@ _MAX_STAGES = 8
 
 
 def draw_mesh(mesh: "DeviceMesh") -> str:
-    """A title with the sizes, then a table: a row for each data rank, a column for each pipeline stage, ranks in the cells."""
+    """A title with the sizes (those of 1 left out), then a table: a row for each data rank, a column for each pipeline stage, ranks in the cells."""
     per_cell = mesh.world_size // (mesh.pp_size * mesh.data_world_size)
     stages = range(min(mesh.pp_size, _MAX_STAGES))
     beyond = ["..."] if mesh.pp_size > _MAX_STAGES else []
@@ -19,14 +19,14 @@ def draw_mesh(mesh: "DeviceMesh") -> str:
     for data_rank in range(min(mesh.data_world_size, MAX_ROWS)):
         firsts = [(stage * mesh.data_world_size + data_rank) * per_cell for stage in stages]
         rows.append([f"data {data_rank}", *(span(range(first, first + per_cell)) for first in firsts), *beyond])
-    lines = [describe_mesh(mesh), *(f"  {line}" for line in _align(rows))]
+    experts = _describe_experts(mesh)
+    lines = [_describe(mesh), *([f"  {experts}"] if experts else []), *(f"  {line}" for line in _align(rows))]
     if mesh.data_world_size > MAX_ROWS:
         lines.append(f"  ... {mesh.data_world_size - MAX_ROWS} more data ranks")
     return "\n".join(lines)
 
 
-def describe_mesh(mesh: "DeviceMesh") -> str:
-    """One line: the world size, the device type, and the axes whose size is not 1."""
+def _describe(mesh: "DeviceMesh") -> str:
     dense = {axis: size for axis, size in mesh.axis_sizes().items() if size > 1}
     text = f"{count(mesh.world_size, 'rank')} on {mesh.device_type}"
     if dense:
@@ -35,10 +35,14 @@ def describe_mesh(mesh: "DeviceMesh") -> str:
         text += f", {mesh.vpp_size} virtual stages a rank"
     if mesh.sequence_parallel:
         text += ", sequence parallel"
-    if mesh.ep_size > 1 or mesh.ep_fsdp_size > 1 or mesh.etp_size != mesh.tp_size:
-        expert = {axis: size for axis, size in mesh.expert_axis_sizes().items() if axis != "pp" and size > 1}
-        text += ", experts: " + (" x ".join(f"{axis} {size}" for axis, size in expert.items()) or "whole on every rank")
     return text
+
+
+def _describe_experts(mesh: "DeviceMesh") -> str:
+    if mesh.ep_size == 1 and mesh.ep_fsdp_size == 1 and mesh.etp_size == mesh.tp_size:
+        return ""
+    expert = {axis: size for axis, size in mesh.expert_axis_sizes().items() if axis != "pp" and size > 1}
+    return "experts: " + (" x ".join(f"{axis} {size}" for axis, size in expert.items()) or "whole on every rank")
 
 
 def span(ranks: Sequence[int]) -> str:

@@ -135,19 +135,24 @@ class _Planner:
         return tuple(slots)
 
     def _place_processes(self, group: DeviceGroup) -> tuple[WorkerSlot, ...]:
-        # Fill the cores of all nodes once before any core gets a second process, and so on.
-        rounds = range(1, MAX_PROCESSES_PER_CORE + 1)
-        capacity = next((c for c in map(self._process_capacity, rounds) if sum(c) >= group.num_workers), None)
-        if capacity is None:
-            room = self._process_capacity(MAX_PROCESSES_PER_CORE)
+        # Every core gets one process before any gets a second, and so on.
+        rounds = [self._process_capacity(per_core) for per_core in range(MAX_PROCESSES_PER_CORE + 1)]
+        last = next((i for i, capacity in enumerate(rounds) if sum(capacity) >= group.num_workers), None)
+        if last is None:
+            room = rounds[-1]
             cores = sum(node.num_cpus for node in self.nodes)
             rows = self._rows(lambda i: f"{self.nodes[i].num_cpus:g} cores, {self.processes[i]} processes, room for {room[i]}", "cores")
             raise PlacementError(
                 f"device group {group.name!r} needs {group.num_workers} CPU processes, but only {sum(room)} more fit on {cores:g} cores: "
                 f"at most {MAX_PROCESSES_PER_CORE} a core, each reserving cpus_per_rank={self.cpus_per_rank:g}. {rows}"
             )
+        full = rounds[last - 1]
+        left = [most - below for most, below in zip(rounds[last], full, strict=True)]
+        counts = {i: below for i, below in enumerate(full) if below}
+        for i, count in _choose_nodes(left, group.num_workers - sum(full)):
+            counts[i] = counts.get(i, 0) + count
         slots: list[WorkerSlot] = []
-        for i, count in _choose_nodes(capacity, group.num_workers):
+        for i, count in counts.items():
             self.processes[i] += count
             slots.extend([self._slot(group, rank, i, ()) for rank in range(len(slots), len(slots) + count)])
         return tuple(slots)

@@ -1,0 +1,96 @@
+import re
+
+import pytest
+from twinkle_mesh import DeviceGroup, DeviceMesh, InvalidMeshError, Node, draw_topology, plan_placement
+
+
+def test_a_mesh_draws_its_sizes_and_its_ranks() -> None:
+    mesh = DeviceMesh.from_sizes(dp_size=2, pp_size=2, tp_size=4, ep_size=2, etp_size=1, vpp_size=2, sequence_parallel=True, device_type="cpu")
+    assert mesh.draw().splitlines() == [
+        "16 ranks on cpu: pp 2 x dp 2 x tp 4, 2 virtual stages a rank, sequence parallel",
+        "  experts: expert_dp 4 x ep 2",
+        "           stage 0   stage 1",
+        "  data 0   0-3       8-11",
+        "  data 1   4-7       12-15",
+    ]
+
+
+def test_a_single_rank_draws_as_one_row() -> None:
+    assert DeviceMesh.from_sizes(device_type="cpu").draw() == "1 rank on cpu\n  data 0   0"
+
+
+def test_a_large_mesh_is_shortened() -> None:
+    drawn = DeviceMesh.from_sizes(dp_size=64, pp_size=16, tp_size=4).draw()
+    assert drawn.endswith("... 56 more data ranks")
+    assert len(drawn.splitlines()) == 11
+    assert re.search(r"stage 7 +\.\.\.$", drawn, re.MULTILINE)
+    assert "stage 8" not in drawn
+
+
+def test_a_topology_draws_groups_nodes_meshes_and_the_way_of_a_batch() -> None:
+    groups = [DeviceGroup("rollout", 4, "cpu"), DeviceGroup("train", 4, "cuda")]
+    components = [
+        ("sampler", "rollout", None),
+        ("model", "train", DeviceMesh.from_sizes(dp_size=2, pp_size=2)),
+    ]
+    plan = plan_placement(groups, [Node("10.0.0.1", 4, 8)])
+    assert draw_topology(groups, components, plan).splitlines() == [
+        "+- group rollout: 4 cpu workers -+",
+        "| node 0 (10.0.0.1): workers 0-3 |",
+        "|                                |",
+        "| sampler: 4 ranks on cpu: dp 4  |",
+        "|   data 0   0                   |",
+        "|   data 1   1                   |",
+        "|   data 2   2                   |",
+        "|   data 3   3                   |",
+        "+--------------------------------+",
+        "",
+        "+- group train: 4 cuda devices, 4 workers ----+",
+        "| node 0 (10.0.0.1): workers 0-3, devices 0-3 |",
+        "|                                             |",
+        "| model: 4 ranks on cuda: pp 2 x dp 2         |",
+        "|            stage 0   stage 1                |",
+        "|   data 0   0         2                      |",
+        "|   data 1   1         3                      |",
+        "+---------------------------------------------+",
+        "",
+        "the way of a batch",
+        "  driver",
+        "    | split in 4",
+        "    v",
+        "  sampler",
+        "    | taken from ranks 0-3; split in 2",
+        "    v",
+        "  model",
+        "    | taken from ranks 2 3",
+        "    v",
+        "  driver",
+    ]
+
+
+def test_every_line_of_a_box_is_equally_wide_and_ascii() -> None:
+    groups = [DeviceGroup("a", 2, "cuda", visible_devices="GPU-aa,GPU-bb"), DeviceGroup("b", 1, "cpu")]
+    plan = plan_placement(groups, [Node("a-rather-long-host-name.example", 2, 8, gpu_ids=("GPU-aa01", "GPU-bb02"))])
+    drawn = draw_topology(groups, [], plan)
+    assert drawn.isascii()
+    for box in drawn.split("\n\n"):
+        assert len({len(line) for line in box.splitlines()}) == 1
+    assert "devices GPU-aa01 GPU-bb02" in drawn
+    assert "only devices GPU-aa,GPU-bb" in drawn
+    assert "the way" not in drawn
+
+
+def test_a_group_on_many_nodes_is_shortened() -> None:
+    groups = [DeviceGroup("a", 800, "cuda")]
+    drawn = draw_topology(groups, [("model", "a", None)], plan_placement(groups, [Node(f"n{i}", 8, 8) for i in range(100)]))
+    assert "... 92 more nodes" in drawn
+    assert "taken from ranks 0-7 ..." in drawn
+    assert len(drawn.splitlines()) < 40
+
+
+def test_a_component_whose_mesh_does_not_fit_its_group_is_refused() -> None:
+    groups = [DeviceGroup("a", 4, "cpu")]
+    with pytest.raises(InvalidMeshError, match=r"'m' has a mesh of 2 ranks, but device group 'a' has 4 workers"):
+        draw_topology(groups, [("m", "a", DeviceMesh.from_sizes(dp_size=2))])
+    with pytest.raises(InvalidMeshError, match=r"'m' is on device group 'b'; there are a"):
+        draw_topology(groups, [("m", "b", None)])
