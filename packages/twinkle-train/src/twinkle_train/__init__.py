@@ -1,5 +1,6 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
+from ._advantages import AdvantageScale, GRPOAdvantage, group_advantages
 from ._collect import collect_model_output
 from ._contract import Inputs, TrainModel
 from ._errors import (
@@ -12,28 +13,36 @@ from ._errors import (
     TrainError,
     UnknownAdapterError,
 )
+from ._lora import HasToDict, LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
 from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
 from ._optimizer import OptimizerConfig, build_torch_optimizer
 from ._process_group import init_process_group
+from ._remote import remote_train_methods
+from ._rewards import ExactMatchReward, Reward, last_word
 from ._schedules import LRSchedule
 from ._state import Gradients, TrainState, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
 from ._trainer import ComputeLoss, PendingForward, TokenOutputs, TrainerBase
 
 __all__ = [
+    "AdvantageScale",
     "AnyMetric",
     "CallOrderError",
     "ComputeLoss",
     "ConfigError",
     "CrossEntropyLoss",
+    "ExactMatchReward",
+    "GRPOAdvantage",
     "GRPOLoss",
     "Gradients",
+    "HasToDict",
     "InputError",
     "Inputs",
     "LRSchedule",
+    "LoraConfig",
     "Loss",
     "LossInput",
     "LossOutput",
@@ -45,6 +54,7 @@ __all__ = [
     "PendingForward",
     "ProcessGroupError",
     "ReduceGroups",
+    "Reward",
     "TokenOutputs",
     "Totals",
     "TrainError",
@@ -55,12 +65,15 @@ __all__ = [
     "build_torch_optimizer",
     "collect_model_output",
     "combine_metrics",
+    "group_advantages",
     "init_process_group",
+    "last_word",
     "loss_input_from_batch",
     "num_micro_batches",
     "reduce_max",
     "reduce_sum",
     "reduce_totals",
+    "remote_train_methods",
     "resolve_loss",
     "split_micro_batches",
     "state_of",

@@ -1,0 +1,122 @@
+"""The trainer that all others are measured against: plain torch on the Hugging Face model, in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from twinkle_data import Batch, InputProcessor
+
+from .._errors import CallOrderError, ConfigError
+from .._optimizer import OptimizerConfig, build_torch_optimizer
+from .._totals import ReduceGroups
+from .._trainer import ComputeLoss, TokenOutputs, TrainerBase
+
+
+class ReferenceTrainer(TrainerBase):
+    """The trainer contract on a Hugging Face model with nothing parallel, nothing fused and nothing remote.
+
+    model_id: a folder with a Hugging Face checkpoint. dtype: of the weights; float64 gives a yardstick for rounding errors.
+
+    Raises ConfigError when the folder has no checkpoint, ImportError without transformers.
+    """
+
+    def __init__(self, model_id: str | os.PathLike[str], *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = Path(model_id)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} holds no Hugging Face checkpoint (no config.json)")
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        # eager: attention written out, so that nothing of the reference is a fused kernel.
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device)
+        self._device = torch.device(device)
+        self._folder = folder
+        self._optimizer: torch.optim.Optimizer | None = None
+        super().__init__(groups=ReduceGroups(), processor=InputProcessor(pad_token_id=self._tokenizer.pad_token_id or 0))
+
+    def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
+        def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+            return torch.as_tensor(array, device=self._device)
+
+        padded_left = not batch.valid[:, 0].all()
+        logits_BTV = self._model(
+            input_ids=tensor(batch.input_ids),
+            position_ids=tensor(batch.position_ids),
+            # Padding on the right is invisible to causal attention; and a mask of ones would hide document boundaries.
+            attention_mask=tensor(batch.valid) if padded_left else None,
+            # transformers 5.19 attends across packed documents when a cache is made.
+            use_cache=False,
+        ).logits
+        all_logprobs_BTV = (logits_BTV / tensor(batch.temperature)[..., None]).log_softmax(-1)
+        logprobs_BT = all_logprobs_BTV.gather(-1, tensor(batch.targets)[..., None])[..., 0]
+        entropy_BT = -(all_logprobs_BTV.detach().exp() * all_logprobs_BTV.detach()).sum(-1)
+        return TokenOutputs(logprobs_BT, entropy_BT)
+
+    def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
+        kept: list[TokenOutputs] = []
+        for index, batch in enumerate(batches):
+            with torch.set_grad_enabled(compute_loss is not None):
+                outputs = self._forward(adapter_name, batch)
+                if compute_loss is not None:
+                    compute_loss(index, outputs).sum.backward()
+            kept.append(TokenOutputs(outputs.logprobs_BT.detach(), outputs.entropy_BT))
+        return kept
+
+    def _reduce_gradients(self, adapter_name: str) -> None:
+        pass  # there is one process
+
+    def _scale_gradients(self, adapter_name: str, factor: float) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _gradient_norm(self, adapter_name: str) -> float:
+        squares = [p.grad.double().square().sum() for p in self._model.parameters() if p.grad is not None]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        self._optimizer = build_torch_optimizer(config, self._model.parameters())
+
+    def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
+        if self._optimizer is None:
+            raise CallOrderError("step needs an optimizer: call set_optimizer first")
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+
+    def _zero_gradients(self, adapter_name: str) -> None:
+        self._model.zero_grad(set_to_none=True)
+
+    def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
+        return {
+            name: _to_numpy(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            for name, parameter in self._model.named_parameters()
+        }
+
+    def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
+        self._state(adapter_name)
+        return {name: _to_numpy(parameter) for name, parameter in self._model.named_parameters()}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        self._model.save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        dtype = next(self._model.parameters()).dtype
+        self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict())
+
+    def _engine_config(self) -> dict[str, Any]:
+        return {"trainer": type(self).__name__, "model": str(self._folder), "device": str(self._device)}
+
+
+def _to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
+    return tensor.detach().float().cpu().numpy().copy()
