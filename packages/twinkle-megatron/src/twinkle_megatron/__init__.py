@@ -1,1 +1,31 @@
-"""Train with megatron-core behind ten calls, on GPUs and, proven exact, on a CPU."""
+"""Train with megatron-core behind ten calls, on GPUs and, proven exact, on a CPU.
+
+Importing this package imports neither megatron-core nor mbridge: the first `MegatronModel` (or `twinkle_megatron.cpu.enable()`) chooses the
+platform first.
+"""
+
+from . import cpu
+from ._bridge import Bridge
+from ._errors import (
+    CheckpointError,
+    LayoutError,
+    MegatronError,
+    ModelNotFoundError,
+    PlatformError,
+    RuleError,
+    UnsupportedModelError,
+)
+#from ._model import MegatronModel
+
+__all__ = [
+    "Bridge",
+    "CheckpointError",
+    "LayoutError",
+    "MegatronError",
+#    "MegatronModel",
+    "ModelNotFoundError",
+    "PlatformError",
+    "RuleError",
+    "UnsupportedModelError",
+    "cpu",
+]

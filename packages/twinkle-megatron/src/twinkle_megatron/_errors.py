@@ -9,9 +9,8 @@
       ModelNotFoundError(FileNotFoundError)  model_id is not a folder with a Hugging Face model
       UnsupportedModelError(ValueError)    the architecture, or an option of it, is not supported
       CheckpointError(OSError)             a checkpoint is incomplete or could not be written
-      OptionError(ValueError)              an unknown or wrong option
-      StateError(RuntimeError)             calls in an order that has no meaning (step before a backward, ...)
 
+What the trainer contract asks for (wrong options, calls out of order, inputs that lack a field) is raised as twinkle_train's errors.
 Each takes its message as its one argument, so it crosses process boundaries.
 """
 
@@ -42,11 +41,3 @@ class UnsupportedModelError(MegatronError, ValueError):
 
 class CheckpointError(MegatronError, OSError):
     """A checkpoint is incomplete, does not fit the model, or could not be written."""
-
-
-class OptionError(MegatronError, ValueError):
-    """An unknown name or a wrong value of an option."""
-
-
-class StateError(MegatronError, RuntimeError):
-    """Calls came in an order that has no meaning, such as ``step()`` before any backward pass."""

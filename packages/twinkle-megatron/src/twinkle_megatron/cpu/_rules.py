@@ -89,6 +89,13 @@ def _gather_along_first_dim('''
 
 SPECIAL_RULES: tuple[SpecialRule, ...] = (
     SpecialRule(
+        name="jit-fuser",
+        module="megatron.core.jit",
+        old="            jit_fuser = torch.compile",
+        new="            jit_fuser = noop_decorator",
+        why="on a CPU torch.compile would build every small fuser with a C++ compiler (minutes), and importing it costs seconds",
+    ),
+    SpecialRule(
         name="set-rng-state",
         module="megatron.core.tensor_parallel.random",
         old="    if hasattr(_C, '_cuda_setRNGState')",

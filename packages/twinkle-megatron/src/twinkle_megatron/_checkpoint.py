@@ -1,0 +1,124 @@
+"""Writes a Hugging Face checkpoint from a stream of tensors: to a folder beside the target first, which then takes its place."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ._errors import CheckpointError
+
+MAX_SHARD_BYTES = 4 << 30
+
+_CARRIED_OVER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def save_checkpoint(weights: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Writes safetensors, config.json, and the source's tokenizer files. Collective: all ranks call it, rank 0 writes.
+
+    The target appears complete or not at all; one that is there is replaced only then.
+
+    Args:
+        weights: the collective stream of whole tensors; iterated to its end on every rank, whatever happens.
+        source: the checkpoint folder that the model came from.
+        target: the folder to write.
+        dtype: of the tensors, noted in config.json.
+
+    Raises:
+        CheckpointError: rank 0 could not write; on every rank, naming the cause.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            _write(weights, source, target, dtype)
+        except OSError as error:
+            failure = [f"could not save to {target.absolute()}: {error.strerror or error}. Free space or choose another folder; nothing was replaced."]
+    for _ in weights:
+        # The other ranks, and rank 0 after an error: leaving the stream early would hang its peers.
+        pass
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise CheckpointError(failure[0])
+
+
+def _write(weights: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        folder.chmod(0o755)
+        _write_tensors(weights, folder)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in _CARRIED_OVER:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        _replace(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write_tensors(weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    shards: list[list[str]] = []
+    total_bytes = 0
+    for shard in _shards(weights):
+        save_file(shard, folder / f"part-{len(shards)}.safetensors", metadata={"format": "pt"})
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        shards.append(list(shard))
+    if len(shards) == 1:
+        os.replace(folder / "part-0.safetensors", folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / f"part-{index}.safetensors", folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if shard and size + tensor.nbytes > MAX_SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _replace(folder: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(folder, target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    os.rename(target, old / "old")
+    try:
+        os.rename(folder, target)
+    except OSError:
+        os.rename(old / "old", target)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,75 @@
+"""megatron-core's process groups for a mesh. Imported only once the platform is chosen.
+
+megatron-core keeps one set of groups in a process (``parallel_state``). Models with equal sizes share it; the last one to close lets it go.
+"""
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from twinkle_mesh import DeviceMesh
+
+from ._errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes that megatron-core's groups follow from."""
+
+    world_size: int
+    tp_size: int
+    pp_size: int
+    vpp_size: int | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Layout":
+        """The layout of a mesh."""
+        return cls(world_size=mesh.world_size, tp_size=mesh.tp_size, pp_size=mesh.pp_size, vpp_size=mesh.vpp_size)
+
+
+@dataclass
+class _InUse:
+    layout: Layout | None = None
+    users: set[int] = field(default_factory=set)
+
+
+_in_use = _InUse()
+
+
+def acquire(mesh: DeviceMesh, user: int, *, seed: int, timeout_s: float) -> None:
+    """Creates the groups of a mesh, or joins those of another model with the same layout. Collective over all ranks.
+
+    Args:
+        mesh: its world size must be that of torch.distributed.
+        user: an id of the model, for :func:`release`.
+        seed: of the generators of dropout.
+        timeout_s: how long a collective may wait for its peers.
+
+    Raises:
+        LayoutError: another layout is in use in this process, or the mesh has another number of ranks than the group.
+    """
+    if mesh.world_size != dist.get_world_size():
+        raise LayoutError(f"the mesh has {mesh.world_size} ranks, and {dist.get_world_size()} processes run: start as many as the mesh has ranks.")
+    layout = Layout.of(mesh)
+    if _in_use.users and _in_use.layout != layout:
+        raise LayoutError(
+            f"this process already holds a MegatronModel with {_in_use.layout}, and megatron-core has one layout a process: "
+            f"close() that model before building one with {layout}, or put the two into different groups."
+        )
+    if not _in_use.users:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp_size,
+            pipeline_model_parallel_size=layout.pp_size,
+            virtual_pipeline_model_parallel_size=layout.vpp_size,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
+        _in_use.layout = layout
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    _in_use.users.add(user)
+
+
+def release(user: int) -> None:
+    """A model no longer needs the groups."""
+    _in_use.users.discard(user)
