@@ -9,7 +9,7 @@ from hypothesis.strategies import SearchStrategy
 from twinkle_mesh import DeviceMesh
 
 # Shared, loaded machines pause a test at any time: an example has no deadline of its own, the run has one.
-settings.register_profile("twinkle", deadline=None, max_examples=60)
+settings.register_profile("twinkle", deadline=None, max_examples=60, database=None)
 settings.load_profile("twinkle")
 
 

@@ -1,3 +1,4 @@
+import pickle
 import warnings
 from collections import Counter
 
@@ -23,6 +24,7 @@ def test_groups_with_a_number_of_ranks_have_devices_of_their_own() -> None:
     assert where(plan, "actor") == [(0, ("0",)), (0, ("1",))]
     assert where(plan, "sampler") == [(0, ("2",)), (0, ("3",))]
     assert plan.device_share("actor") == 1
+    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_groups_that_list_the_same_ranks_share_these_devices() -> None:
