@@ -119,6 +119,16 @@ def readme_example(readme: str, name: str) -> tuple[set[str], str]:
     return extras - NEEDS_A_GPU, rest.partition("\n```")[0] + "\n"
 
 
+def test_readme_examples_take_the_extras_named_before_them() -> None:
+    block = "```python\nprint(1)\n```\n"
+    install = "pip install 'twinkle-x[a, b]'\npip install 'twinkle-x[cuda]'\n"
+    assert readme_example(f"{install}{block}pip install 'twinkle-x[c]'\n```python\nprint(2)\n```", "twinkle-x") == ({"a", "b"}, "print(1)\n")
+    with pytest.raises(AssertionError, match="no ```python block"):
+        readme_example(install, "twinkle-x")
+    with pytest.raises(AssertionError, match="no `pip install twinkle-y`"):
+        readme_example(install + block, "twinkle-y")
+
+
 def test_its_readme_example_runs_with_the_extras_that_it_names(distribution: Distribution, environment: Environment) -> None:
     extras, code = readme_example((distribution.folder / "README.md").read_text(), distribution.name)
     if extras:
