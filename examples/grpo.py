@@ -9,7 +9,17 @@ import argparse
 from dataclasses import replace
 
 import twinkle
-from twinkle import CheckpointEngineManager, DataLoader, DeviceGroup, DeviceMesh, MegatronModel, SamplingParams, Template, group_advantages, vLLMSampler
+from twinkle import (
+    CheckpointEngineManager,
+    DataLoader,
+    DeviceGroup,
+    DeviceMesh,
+    MegatronModel,
+    SamplingParams,
+    Template,
+    group_advantages,
+    vLLMSampler,
+)
 from twinkle_data.toy import arithmetic_task, exact_match
 
 parser = argparse.ArgumentParser(description="GRPO on arithmetic.")

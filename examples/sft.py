@@ -1,8 +1,8 @@
 """Supervised fine-tuning in about 40 lines. The same file, unchanged:
 
-    python examples/sft.py                                       one process
-    torchrun --nproc-per-node 2 examples/sft.py                  two data parallel ranks
-    python examples/sft.py --mode ray --dp 2                     the same two ranks as Ray workers
+python examples/sft.py                                       one process
+torchrun --nproc-per-node 2 examples/sft.py                  two data parallel ranks
+python examples/sft.py --mode ray --dp 2                     the same two ranks as Ray workers
 """
 
 import argparse

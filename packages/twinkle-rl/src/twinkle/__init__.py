@@ -3,6 +3,8 @@
 The names here come from the layers; `import twinkle` loads no engine (no torch, ray, vLLM or Megatron).
 """
 
+from twinkle._errors import ConfigError, MissingExtraError, RunFolderError, TwinkleError, WarmupError
+from twinkle._exports import EXTRAS, lazy_exports
 from twinkle_mesh import DeviceGroup, DeviceMesh
 from twinkle_remote import (
     LazyResult,
@@ -14,9 +16,6 @@ from twinkle_remote import (
     remote_function,
     shutdown,
 )
-
-from twinkle._errors import ConfigError, MissingExtraError, RunFolderError, TwinkleError, WarmupError
-from twinkle._exports import EXTRAS, lazy_exports
 
 _LAZY = {
     "CheckpointEngineManager": "twinkle_sync",

@@ -1,3 +1,8 @@
+from twinkle._errors import ConfigError as ConfigError
+from twinkle._errors import MissingExtraError as MissingExtraError
+from twinkle._errors import RunFolderError as RunFolderError
+from twinkle._errors import TwinkleError as TwinkleError
+from twinkle._errors import WarmupError as WarmupError
 from twinkle_data import DataLoader as DataLoader
 from twinkle_data import Dataset as Dataset
 from twinkle_data import InputFeature as InputFeature
@@ -19,11 +24,5 @@ from twinkle_remote import shutdown as shutdown
 from twinkle_sync import CheckpointEngineManager as CheckpointEngineManager
 from twinkle_train import group_advantages as group_advantages
 from twinkle_vllm import vLLMSampler as vLLMSampler
-
-from twinkle._errors import ConfigError as ConfigError
-from twinkle._errors import MissingExtraError as MissingExtraError
-from twinkle._errors import RunFolderError as RunFolderError
-from twinkle._errors import TwinkleError as TwinkleError
-from twinkle._errors import WarmupError as WarmupError
 
 __all__: list[str]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
-
 from twinkle._errors import ConfigError
 from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig
+from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
@@ -43,7 +42,9 @@ def resolve_device(runtime: RuntimeConfig) -> str:
     if runtime.device == "auto":
         return "cuda" if available else "cpu"
     if runtime.device == "cuda" and not available and runtime.address is None:
-        raise ConfigError("--runtime.device cuda: this machine has no CUDA device; use --runtime.device cpu, or --runtime.address of a cluster that has")
+        raise ConfigError(
+            "--runtime.device cuda: this machine has no CUDA device; use --runtime.device cpu, or --runtime.address of a cluster that has"
+        )
     return runtime.device
 
 

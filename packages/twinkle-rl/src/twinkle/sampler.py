@@ -2,6 +2,6 @@
 
 from twinkle._exports import EXTRAS, lazy_exports
 
-__all__ = ["vLLMSampler"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["vLLMSampler"]  # noqa: F822  # pyright: ignore[reportUnsupportedDunderAll]
 
 __getattr__ = lazy_exports(__name__, {"vLLMSampler": "twinkle_vllm"}, EXTRAS)

@@ -80,7 +80,12 @@ class CommandConfig(BaseSettings):
         """
         words = list(argv)
         file_values = _read_toml(_take_option(words, "--config"))
-        preset = _peek_option(words, "--preset") or os.environ.get(ENV_PREFIX + "PRESET") or file_values.get("preset") or cls.model_fields["preset"].default
+        preset = (
+            _peek_option(words, "--preset")
+            or os.environ.get(ENV_PREFIX + "PRESET")
+            or file_values.get("preset")
+            or cls.model_fields["preset"].default
+        )
         if preset not in cls.presets():
             raise ConfigError(f"unknown preset {preset!r}: there are {', '.join(cls.presets())}")
         chosen = {"preset": preset, **cls.presets()[preset]}

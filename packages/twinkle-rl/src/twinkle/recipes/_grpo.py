@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template, Trajectory
-from twinkle_sync import CheckpointEngineManager
-from twinkle_train import GRPOLoss, Reward, group_advantages
 
 from twinkle.config import GRPOConfig
 from twinkle.recipes._evaluate import Evaluation, evaluate
 from twinkle.recipes._task import Task
+from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template, Trajectory
+from twinkle_sync import CheckpointEngineManager
+from twinkle_train import GRPOLoss, group_advantages
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
@@ -114,7 +114,14 @@ class GRPOLoop:
         if config.old_logprobs == "trainer":
             self.checks.ratio_gap_trainer = max(self.checks.ratio_gap_trainer, row["ratio_max_deviation"])
         tokens = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
-        row = {"step": self._steps, "reward": float(np.mean(rewards)), **row, **clock.laps, "tokens": tokens, "tokens_per_s": tokens / clock.total_s()}
+        row = {
+            "step": self._steps,
+            "reward": float(np.mean(rewards)),
+            **row,
+            **clock.laps,
+            "tokens": tokens,
+            "tokens_per_s": tokens / clock.total_s(),
+        }
         return row, features, rewards
 
     def evaluate(self) -> Evaluation:
@@ -163,7 +170,12 @@ class GRPOLoop:
         return features, row
 
     def _check(self, sampled: Sequence[InputFeature], trainer_logprobs: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
-        gaps = np.concatenate([_completion(feature, logprobs) - _completion(feature, feature.logprobs) for feature, logprobs in zip(sampled, trainer_logprobs, strict=True)])
+        gaps = np.concatenate(
+            [
+                _completion(feature, logprobs) - _completion(feature, feature.logprobs)
+                for feature, logprobs in zip(sampled, trainer_logprobs, strict=True)
+            ]
+        )
         gap, ratio = float(np.abs(gaps).max()), float(np.abs(np.expm1(gaps)).max())
         checks = self.checks
         checks.logprob_gap = max(checks.logprob_gap, gap)
@@ -187,9 +199,7 @@ def train_step(actor: MegatronModel, features: list[InputFeature], config: GRPOC
     return dict(actor.calculate_metric())
 
 
-def mean_kl(
-    features: Sequence[InputFeature], policy: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]
-) -> float:
+def mean_kl(features: Sequence[InputFeature], policy: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]) -> float:
     """KL(policy || reference) in nats a completion token, by the k3 estimator: exp(d) - d - 1 with d = log ref - log policy.
 
     It is never negative, and exactly 0 where the two agree (J. Schulman, "Approximating KL divergence", 2020).

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from twinkle_data import InputFeature
 
 from twinkle._errors import ConfigError
+from twinkle_data import InputFeature
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 INITIAL_POLICY = "initial"

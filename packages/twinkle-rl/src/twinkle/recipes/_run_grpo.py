@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from twinkle_data import Template
-from twinkle_data.toy import toy_tokenizer
-from twinkle_remote import initialize
-from twinkle_sync import CheckpointEngineManager
 
 from twinkle.config import GRPOConfig
-from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
+from twinkle.installed import RAY, SAMPLER, TASK, TRAINER, require_parts
 from twinkle.layout import Layout, build_sampler, build_trainer, draw_layout, plan_layout
+from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
 from twinkle.recipes._evaluate import Evaluation
 from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
 from twinkle.recipes._rollouts import INITIAL_POLICY, ROLLOUTS_FILE, read_rollouts, rollout_record
 from twinkle.recipes._task import Task, make_task
 from twinkle.recipes._warmup import WarmupResult, warm_up
 from twinkle.run import PeakMemory, Progress, RunFolder, write_curves
+from twinkle_data import Template
+from twinkle_data.toy import toy_tokenizer
+from twinkle_remote import initialize
+from twinkle_sync import CheckpointEngineManager
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
@@ -52,8 +53,11 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
         WarmupError: the warm-up did not reach its target.
     """
     started = time.perf_counter()
+    runtime = RAY if config.runtime.mode == "ray" else ()
     if config.replay is not None:
+        require_parts([*TRAINER, *runtime])
         return _replay(config, console, started)
+    require_parts([*TRAINER, *SAMPLER, *TASK, *runtime])
     if config.model is not None:
         existing_checkpoint(config.model)
     layout = plan_layout(config.runtime, config.actor, config.sampler)

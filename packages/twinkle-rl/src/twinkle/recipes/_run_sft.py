@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from twinkle_data import DataLoader, Dataset, Template, Trajectory
-from twinkle_data.toy import toy_tokenizer
-from twinkle_remote import initialize
 
 from twinkle._errors import ConfigError
 from twinkle.config import SFTConfig
-from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
+from twinkle.installed import RAY, TRAINER, require_parts
 from twinkle.layout import build_trainer, draw_layout, plan_layout
+from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._warmup import set_up_sft, sft_step
 from twinkle.run import PeakMemory, RunFolder
+from twinkle_data import DataLoader, Dataset, Template, Trajectory
+from twinkle_data.toy import toy_tokenizer
+from twinkle_remote import initialize
 
 
 def run_sft(config: SFTConfig, console: Console) -> Path:
@@ -28,6 +29,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         RunFolderError: the run folder cannot be made or written.
     """
     started = time.perf_counter()
+    require_parts([*TRAINER, *(RAY if config.runtime.mode == "ray" else ())])
     if config.model is not None:
         existing_checkpoint(config.model)
     layout = plan_layout(config.runtime, config.actor)
@@ -38,13 +40,16 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     folder.write_json("config.json", config.model_dump(mode="json"))
     console.print(draw_layout(layout), markup=False, highlight=False)
     runtime = config.runtime
-    with PeakMemory() as memory, initialize(
-        runtime.mode,
-        groups=list(layout.groups),
-        start_timeout_s=runtime.start_timeout_s,
-        call_timeout_s=runtime.call_timeout_s,
-        address=runtime.address,
-        trace=runtime.trace,
+    with (
+        PeakMemory() as memory,
+        initialize(
+            runtime.mode,
+            groups=list(layout.groups),
+            start_timeout_s=runtime.start_timeout_s,
+            call_timeout_s=runtime.call_timeout_s,
+            address=runtime.address,
+            trace=runtime.trace,
+        ),
     ):
         model = existing_checkpoint(config.model) if config.model else write_tiny_qwen3(folder.path / "model", toy_tokenizer(texts), seed=config.seed)
         template = Template(str(model), max_length=config.max_length)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twinkle_data import SampleResponse, Trajectory
-from twinkle_data.toy import arithmetic_task, exact_match, with_response
-
 from twinkle._errors import ConfigError
 from twinkle.config import TaskConfig
+from twinkle_data import SampleResponse, Trajectory
+from twinkle_data.toy import arithmetic_task, exact_match, with_response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,9 @@ def make_task(config: TaskConfig, *, validation: int) -> Task:
     Raises:
         ConfigError: too few problems for the parts that are asked for.
     """
-    drawn = arithmetic_task(num_terms=config.terms, num_digits=config.digits, num_problems=config.size, num_held_out=config.held_out, seed=config.seed)
+    drawn = arithmetic_task(
+        num_terms=config.terms, num_digits=config.digits, num_problems=config.size, num_held_out=config.held_out, seed=config.seed
+    )
     problems, held_out = list(drawn.train), list(drawn.held_out)
     kept_out = config.few_shot + validation
     if len(problems) < 2 * kept_out or len(held_out) < config.held_out:

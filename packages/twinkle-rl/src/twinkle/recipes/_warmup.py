@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twinkle_data import DataLoader, SamplingParams, Template, Trajectory
-from twinkle_remote import LazyResult
-from twinkle_sync import CheckpointEngineManager
-
 from twinkle._errors import WarmupError
 from twinkle.config import WarmupConfig
 from twinkle.recipes._evaluate import accuracy
 from twinkle.recipes._task import Task
+from twinkle_data import DataLoader, SamplingParams, Template, Trajectory
+from twinkle_remote import LazyResult
+from twinkle_sync import CheckpointEngineManager
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
@@ -37,7 +36,9 @@ def set_up_sft(actor: MegatronModel, *, lr: float, lr_warmup_steps: int, adam_ep
     actor.set_lr_scheduler("constant", warmup_steps=lr_warmup_steps)
 
 
-def sft_step(actor: MegatronModel, template: Template, batch: Sequence[Trajectory], *, max_grad_norm: float, micro_batch_size: int | None) -> LazyResult:
+def sft_step(
+    actor: MegatronModel, template: Template, batch: Sequence[Trajectory], *, max_grad_norm: float, micro_batch_size: int | None
+) -> LazyResult:
     """Send one update on a batch of whole conversations; nothing is waited for, so that the next batch is prepared meanwhile."""
     features = template.batch_encode(batch)
     result = actor.forward_backward(features, micro_batch_size=micro_batch_size)
@@ -70,7 +71,9 @@ def warm_up(
     prompts = [template.encode(problem, add_generation_prompt=True) for problem in problems]
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=False)
     worked = [task.worked(problem) for problem in task.training]
-    loader = DataLoader(worked, batch_size=config.batch_size, shuffle=True, seed=seed, num_epochs=1 + config.max_steps * config.batch_size // len(worked))
+    loader = DataLoader(
+        worked, batch_size=config.batch_size, shuffle=True, seed=seed, num_epochs=1 + config.max_steps * config.batch_size // len(worked)
+    )
     for step, batch in enumerate(loader, 1):
         result = sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=micro_batch_size)
         if step >= config.min_steps and (step - config.min_steps) % config.check_every == 0:

@@ -85,7 +85,9 @@ class RunFolder:
         except RunFolderError:
             raise
         except OSError as error:
-            raise RunFolderError(f"cannot {verb} run folder {self.path}: {error.strerror or error}{self._free()}; choose another one with --run-dir") from error
+            raise RunFolderError(
+                f"cannot {verb} run folder {self.path}: {error.strerror or error}{self._free()}; choose another one with --run-dir"
+            ) from error
 
     def _free(self) -> str:
         """How much room there is, where that can be said."""

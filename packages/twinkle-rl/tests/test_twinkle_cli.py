@@ -1,0 +1,69 @@
+import pytest
+
+from twinkle import MissingExtraError
+from twinkle.cli.main import main
+from twinkle.installed import PARTS, missing_parts, require_parts
+
+
+def test_help_and_no_command(capsys):
+    assert main(["--help"]) == 0
+    assert "topology" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gpro"], "unknown command gpro: did you mean grpo?"),
+        (["grpo", "--stepz", "3"], "did you mean --steps?"),
+        (["grpo", "--model", "no/such/folder"], "there is no such folder; give the folder of a Hugging Face checkpoint"),
+        (["sft", "--dataset", "absent.jsonl"], "there is no such file; give a JSONL file"),
+        (["grpo", "--replay", "no/such/run"], "give the folder of a run that was made with --record"),
+        (["grpo", "--runtime.device", "cuda"], "use --runtime.device cpu"),
+        (["doctor", "--fix"], "doctor takes no options"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_and_the_fix(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert message in shown
+    assert "Traceback" not in shown
+    assert list(tmp_path.iterdir()) == []  # nothing was started or left behind
+
+
+def test_topology_draws_both_groups(capsys):
+    assert main(["topology", "--actor.tp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "actor" in shown
+    assert "sampler" in shown
+
+
+def test_doctor_names_versions_and_the_machine(capsys):
+    assert main(["doctor"]) == (1 if missing_parts() else 0)
+    shown = capsys.readouterr().out
+    for part in PARTS:
+        assert part.distribution in shown
+    assert "usable cores" in shown
+
+
+def test_what_is_missing_is_named_with_its_install_line(monkeypatch, capsys):
+    import twinkle.installed as installed
+
+    monkeypatch.setattr(installed, "installed_version", lambda part: None if part.distribution == "ray" else "1.0")
+    with pytest.raises(MissingExtraError, match=r"ray \(several processes and machines\) is not installed: pip install 'twinkle-rl\[ray\]'"):
+        require_parts(["transformers", "ray"])
+    require_parts(["transformers"])
+    assert main(["doctor"]) == 1
+    assert "pip install 'twinkle-rl[ray]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["grpo", "sft"])
+def test_a_command_without_its_engine_ends_before_it_starts_anything(command, monkeypatch, capsys, tmp_path):
+    import twinkle.installed as installed
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installed, "installed_version", lambda part: None if part.distribution == "megatron-core" else "1.0")
+    assert main([command]) == 1
+    assert "megatron-core (training engine) is not installed: pip install 'twinkle-rl[megatron]'" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []

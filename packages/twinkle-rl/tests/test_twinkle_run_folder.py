@@ -1,0 +1,104 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from twinkle import RunFolderError
+from twinkle.run import PeakMemory, RunFolder, write_curves
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small or read-only file system needs root")
+
+WRITE = """
+import sys
+from pathlib import Path
+from twinkle import RunFolderError
+from twinkle.run import RunFolder
+try:
+    RunFolder(Path(sys.argv[1]) / 'run').append_line('metrics.jsonl', {'text': 'x' * 10})
+    print('written')
+except RunFolderError as error:
+    print(error)
+"""
+
+
+def _write_on(tmp_path, options: str) -> str:
+    """Try a run folder on a file system of its own, mounted where only this child sees it."""
+    script = f'mount -t tmpfs -o {options} tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), sys.executable, WRITE], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mounts here: {done.stderr.strip()}")
+    return done.stdout.strip() + done.stderr
+
+
+@needs_root
+def test_a_full_disk_is_told_with_the_room_left_and_the_fix(tmp_path):
+    message = _write_on(tmp_path, "size=64k")
+    assert "No space left on device" in message
+    assert "MiB free there" in message
+    assert "--run-dir" in message
+
+
+@needs_root
+def test_a_read_only_disk_is_told_with_the_fix(tmp_path):
+    message = _write_on(tmp_path, "size=8m,ro")
+    assert "Read-only file system" in message
+    assert "--run-dir" in message
+
+
+@needs_root
+def test_a_disk_with_room_is_written(tmp_path):
+    assert _write_on(tmp_path, "size=8m") == "written"
+
+
+def test_a_folder_that_holds_something_is_refused_and_kept(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(RunFolderError, match="not empty"):
+        RunFolder(tmp_path)
+    assert (tmp_path / "summary.json").read_text() == "{}"
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="--run-dir"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_default_folders_do_not_collide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [RunFolder.default("grpo") for _ in range(3)]
+    assert len({folder.path for folder in folders}) == 3
+
+
+def test_json_is_written_whole_and_lines_are_appended(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.write_json("summary.json", {"a": 1})
+    folder.append_line("metrics.jsonl", {"step": 1})
+    folder.append_line("metrics.jsonl", {"step": 2})
+    assert json.loads((folder.path / "summary.json").read_text()) == {"a": 1}
+    assert [json.loads(line)["step"] for line in (folder.path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["metrics.jsonl", "summary.json"]
+
+
+def test_peak_memory_counts_child_processes():
+    with PeakMemory(interval_s=0.05) as memory:
+        alone = memory.sample()
+        code = "x = bytearray(200 << 20); print('ready', flush=True); input()"
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline().strip() == "ready"
+            assert memory.sample() > alone + (190 << 20)
+        finally:
+            child.kill()
+            child.communicate()
+    assert memory.peak_bytes > alone + (190 << 20)
+
+
+def test_curves_are_a_png(tmp_path):
+    rows = [{"step": step, "reward": 0.1 * step, "kl": 0.0, "sync_s": 0.1, "sample_s": 0.2, "reward_s": 0.0, "train_s": 0.3} for step in range(1, 6)]
+    write_curves(tmp_path / "curves.png", rows, [{"step": 0, "sampled": 0.4, "greedy": 0.5}, {"step": 5, "sampled": 0.5, "greedy": 0.6}])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
