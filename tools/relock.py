@@ -24,6 +24,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from workspace import ROOT, find_uv
+
 REGISTRY = re.compile(r'\{ registry = "[a-z]+://[^"]*" \}')
 FILE_ADDRESS = re.compile(r'\burl = "[a-z]+://[^"]*/([^/"#?]+)(?:[#?][^"]*)?"')
 # An index or a folder of wheels from the environment would change what the lock says about its sources.
@@ -75,7 +77,7 @@ def relock(root: Path, uv: str, arguments: list[str]) -> bool:
     before = lock_path.read_text() if lock_path.exists() else None
     environment = {name: value for name, value in os.environ.items() if name not in INDEX_VARIABLES}
     try:
-        subprocess.run([uv, "lock", *arguments], cwd=root, env=environment, check=True)
+        subprocess.run([uv, "lock", "--python", sys.executable, *arguments], cwd=root, env=environment, check=True)
         text = without_hosts(lock_path.read_text())
         problems = metadata_problems(tomllib.loads((root / "pyproject.toml").read_text()), tomllib.loads(text))
         if problems:
@@ -91,11 +93,12 @@ def relock(root: Path, uv: str, arguments: list[str]) -> bool:
 
 
 def main() -> int:
-    root = Path(__file__).resolve().parents[1]
-    local = root / ".tools" / "uv"
-    uv = os.environ.get("TWINKLE_UV") or (str(local) if local.exists() else "uv")
+    uv = find_uv()
+    if uv is None:
+        print("relock: uv was not found: run ./dev lock, which installs it", file=sys.stderr)
+        return 1
     try:
-        changed = relock(root, uv, sys.argv[1:])
+        changed = relock(ROOT, uv, sys.argv[1:])
     except subprocess.CalledProcessError as error:
         return error.returncode
     except RelockError as error:

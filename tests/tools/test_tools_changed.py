@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from changed_packages import changed_files, read_graph, touched_packages
+from workspace import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GRAPH = {"mesh": set(), "remote": {"mesh"}, "data": {"remote", "mesh"}, "sync": {"remote"}, "glue": {"data", "sync"}}
 
 

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from workspace import ROOT, find_uv
 
-ROOT = Path(__file__).resolve().parents[2]
-UV = os.environ.get("TWINKLE_UV") or shutil.which("uv", path=f"{ROOT / '.tools'}:{os.environ.get('PATH', '')}")
+UV = find_uv()
 pytestmark = pytest.mark.skipif(UV is None, reason="needs uv: run through ./dev test")
 
 PYPROJECT = """
@@ -35,7 +35,9 @@ def workspace(tmp_path: Path) -> Path:
     (root / ".tools").mkdir()
     (root / ".tools/uv").symlink_to(Path(UV).resolve())
     shutil.copy(ROOT / "dev", root / "dev")
-    shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("__pycache__", "grpo*", "sft*"))
+    (root / "tools/bench").mkdir(parents=True)
+    for name in ("relock.py", "workspace.py", "bench/__main__.py"):
+        shutil.copy(ROOT / "tools" / name, root / "tools" / name)
     (root / "pyproject.toml").write_text(PYPROJECT)
     (root / "packages/one/pyproject.toml").write_text('[project]\nname = "one"\nversion = "0"\n')
     subprocess.run([UV, "lock", "--quiet", "--offline"], cwd=root, check=True, timeout=60)

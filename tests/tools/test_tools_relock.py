@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
 from relock import INDEX_VARIABLES, RelockError, metadata_problems, relock, without_hosts
+from workspace import ROOT, find_uv
 
-ROOT = Path(__file__).resolve().parents[2]
-UV = os.environ.get("TWINKLE_UV") or shutil.which("uv", path=f"{ROOT / '.tools'}:{os.environ.get('PATH', '')}")
+UV = find_uv()
 needs_uv = pytest.mark.skipif(UV is None, reason="needs uv: run through ./dev test")
 
 AS_UV_WRITES = """
