@@ -1,15 +1,17 @@
 """What the tests of twinkle_mesh share: meshes to draw from, and a clean launcher environment."""
 
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
 from twinkle_mesh import DeviceMesh
 
 # Shared, loaded machines pause a test at any time: an example has no deadline of its own, the run has one.
-settings.register_profile("twinkle", deadline=None, max_examples=60, database=None)
+settings.register_profile("twinkle", deadline=None, max_examples=40, database=None)
 settings.load_profile("twinkle")
 
 
@@ -18,7 +20,7 @@ def divisors(n: int) -> list[int]:
 
 
 @st.composite
-def draw_mesh_sizes(draw: st.DrawFn) -> dict[str, int]:
+def draw_mesh_sizes(draw: st.DrawFn) -> dict[str, Any]:
     names = ("pp_size", "dp_size", "fsdp_size", "cp_size", "ulysses_size", "tp_size")
     sizes = {name: draw(st.integers(1, 4)) for name in names}
     stage = prod(sizes.values()) // sizes["pp_size"]

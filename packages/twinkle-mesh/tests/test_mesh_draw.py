@@ -1,6 +1,7 @@
 import re
 
 import pytest
+
 from twinkle_mesh import DeviceGroup, DeviceMesh, InvalidMeshError, Node, draw_topology, plan_placement
 
 

@@ -1,6 +1,7 @@
 import pickle
 
 import pytest
+
 from twinkle_mesh import DeviceGroup, InvalidMeshError, visible_devices_env, visible_devices_variable
 
 

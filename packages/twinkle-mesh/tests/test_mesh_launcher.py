@@ -1,4 +1,5 @@
 import pytest
+
 from twinkle_mesh import LauncherError, launcher_local_rank, launcher_rank, launcher_world_size
 
 

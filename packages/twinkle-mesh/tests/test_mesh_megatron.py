@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from twinkle_mesh import DeviceMesh
 
 ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+
 import twinkle_mesh
 
 ERRORS = [

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from twinkle_mesh import DeviceGroup, InvalidMeshError, Node, PlacementError, PlacementPlan, RankOutsideMeshError, plan_placement
 
 UUIDS = ("GPU-aa01", "GPU-aa02", "GPU-bb03", "GPU-cc04")

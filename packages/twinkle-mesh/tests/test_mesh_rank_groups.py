@@ -5,6 +5,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from twinkle_mesh import DeviceMesh, InvalidMeshError
 
 

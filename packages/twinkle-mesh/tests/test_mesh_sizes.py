@@ -1,6 +1,8 @@
 import pickle
+from typing import Any
 
 import pytest
+
 from twinkle_mesh import DeviceMesh, InvalidMeshError, RankOutsideMeshError
 
 
@@ -14,7 +16,7 @@ from twinkle_mesh import DeviceMesh, InvalidMeshError, RankOutsideMeshError
         ({"world_size": 8, "dp_size": 2, "ulysses_size": 4}, 2),
     ],
 )
-def test_every_documented_mesh_builds(sizes: dict[str, int], data_world_size: int) -> None:
+def test_every_documented_mesh_builds(sizes: dict[str, Any], data_world_size: int) -> None:
     mesh = DeviceMesh.from_sizes(**sizes)
     assert mesh.world_size == sizes.get("world_size", mesh.world_size)
     assert mesh.data_world_size == data_world_size
@@ -81,7 +83,7 @@ def test_expert_tensor_parallel_size_follows_tp_unless_it_is_set() -> None:
         ({"device_type": "gpuu"}, "known are"),
     ],
 )
-def test_sizes_that_do_not_fit_are_a_value_error_that_says_why(sizes: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_fit_are_a_value_error_that_says_why(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeviceMesh.from_sizes(**sizes)
 
