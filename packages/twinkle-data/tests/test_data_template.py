@@ -1,9 +1,13 @@
 """Template: ids and masks against transformers' own, multi-turn, sampled tokens, truncation, errors."""
 
+# Optional arrays are known to be set here, and wrong types are handed in on purpose.
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from twinkle_data import (
     FormatError,
     InputFeature,

@@ -3,7 +3,9 @@
 from ._dataset import Dataset
 from ._errors import DataError, DatasetError, FormatError, LoaderStateError, MissingExtraError, SequenceTooLongError, TemplateError
 from ._formats import IGNORE_INDEX, InputFeature, Message, Trajectory
+from ._loader import DataLoader
 from ._processor import Batch, InputProcessor
+from ._sampler import DeviceMeshSampler
 from ._sampling import ModelOutput, SampledSequence, SampleResponse, SamplingParams, append_context, append_sample
 from ._tasks import task_dataset
 from ._template import Template
@@ -12,8 +14,10 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "DataError",
+    "DataLoader",
     "Dataset",
     "DatasetError",
+    "DeviceMeshSampler",
     "FormatError",
     "InputFeature",
     "InputProcessor",

@@ -6,7 +6,7 @@ Shape suffix: T tokens of a sequence.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -59,6 +59,10 @@ class Trajectory:
 
     messages: Sequence[Message]
     user_data: dict[str, Any] = field(default_factory=dict)
+
+    if TYPE_CHECKING:  # what may be given; the fields tell what is kept
+
+        def __init__(self, *, messages: Sequence[Message | Mapping[str, Any]], user_data: dict[str, Any] = ...) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "messages", _messages(self.messages))
@@ -126,6 +130,24 @@ class InputFeature:
     temperature: float = 1.0
     weight_version: int | None = None
     user_data: dict[str, Any] = field(default_factory=dict)
+
+    if TYPE_CHECKING:  # what may be given; the fields tell what is kept
+
+        def __init__(
+            self,
+            *,
+            input_ids: ArrayLike,
+            labels: ArrayLike | None = None,
+            position_ids: ArrayLike | None = None,
+            completion_mask: ArrayLike | None = None,
+            loss_weights: ArrayLike | None = None,
+            logprobs: ArrayLike | None = None,
+            ref_logprobs: ArrayLike | None = None,
+            advantages: ArrayLike | None = None,
+            temperature: float = 1.0,
+            weight_version: int | None = None,
+            user_data: dict[str, Any] = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         input_ids = _integers("input_ids", self.input_ids)

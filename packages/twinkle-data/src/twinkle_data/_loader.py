@@ -1,7 +1,7 @@
 """The data loader: global batches of rows, once for a run, sliced where nobody else slices."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import current_runtime, remote_class, remote_function
@@ -61,7 +61,38 @@ class DataLoader:
         )
         self._resumed = False
 
-    @remote_function(execute="first", collect="first", lazy_collect=False)
+    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
     def __len__(self) -> int:
         """The number of batches of all epochs. Raises TypeError where there is no end."""
         return len(self._sampler)
+
+    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
+    def __iter__(self) -> Self:
+        """The loader itself, at its first batch, or at the saved one where a position was loaded since the last iteration."""
+        if not self._resumed:
+            self._sampler.rewind()
+        self._resumed = False
+        return self
+
+    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
+    def __next__(self) -> list[Any]:
+        """The next batch. Raises StopIteration after the last."""
+        indices = self._sampler.next()
+        if indices is None:
+            raise StopIteration
+        return [self._dataset[int(index)] for index in indices]
+
+    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that was given out, as plain JSON. The same on all ranks; one copy is enough."""
+        return self._sampler.state_dict()
+
+    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up at a saved position: the next `iter(loader)` begins there.
+
+        Raises:
+            LoaderStateError: a position that was saved under other settings or with other data.
+        """
+        self._sampler.load_state_dict(state)
+        self._resumed = True

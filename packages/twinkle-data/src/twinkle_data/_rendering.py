@@ -54,7 +54,8 @@ class ChatRenderer:
         """The token that the template writes after an assistant's text. Raises TemplateError when it writes none."""
         text = self.render([Message(role="user", content=_QUESTION), Message(role="assistant", content=_ANSWER)])
         after = text[text.rindex(_ANSWER) + len(_ANSWER) :]
-        special = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
+        added: dict[str, int] = self._tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall] # of both subclasses
+        special = {*self._tokenizer.all_special_tokens, *added}
         found = [(after.index(token), -len(token), token) for token in special if token and token in after]
         if not found:
             raise TemplateError(

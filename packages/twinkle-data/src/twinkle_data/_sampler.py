@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from twinkle_mesh import DeviceMesh
 
 from ._errors import DatasetError, LoaderStateError

@@ -1,6 +1,6 @@
 """From conversations to tokens, with masks that cover exactly what the assistant wrote."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,7 +83,7 @@ class Template:
             TemplateError: the template refuses the messages, or the assistant's tokens cannot be told from the rest.
             SequenceTooLongError: more than `max_length` tokens, and truncation is 'error' or 'drop'.
         """
-        trajectory = trajectory if isinstance(trajectory, Trajectory) else Trajectory(messages=trajectory)  # pyright: ignore[reportArgumentType]
+        trajectory = trajectory if isinstance(trajectory, Trajectory) else Trajectory(messages=trajectory)
         messages = trajectory.messages
         if add_generation_prompt and messages[-1].role == "assistant":
             raise TemplateError("the last message is an assistant turn already: drop it, or encode without a generation prompt")
@@ -125,7 +125,7 @@ class Template:
             TemplateError: the template refuses the messages.
             SequenceTooLongError: more than `max_length` tokens, and truncation is 'error' or 'drop'.
         """
-        new = Trajectory(messages=messages).messages  # pyright: ignore[reportArgumentType]
+        new = Trajectory(messages=messages).messages
         end_id = self._end_token_id
         # The end token in front makes the tokenizer treat what follows as the middle of a text; it is taken off again.
         tokens = self.tokenize(self._renderer.end_token + self._renderer.continuation(new, add_generation_prompt))
@@ -137,7 +137,7 @@ class Template:
         """The tokens of a text as it stands: no template, no beginning-of-text token."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
 
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, without special tokens unless asked for."""
         text = self.tokenizer.decode([int(t) for t in tokens], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
