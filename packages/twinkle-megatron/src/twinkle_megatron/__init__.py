@@ -15,14 +15,14 @@ from ._errors import (
     RuleError,
     UnsupportedModelError,
 )
-#from ._model import MegatronModel
+from ._model import MegatronModel
 
 __all__ = [
     "Bridge",
     "CheckpointError",
     "LayoutError",
     "MegatronError",
-#    "MegatronModel",
+    "MegatronModel",
     "ModelNotFoundError",
     "PlatformError",
     "RuleError",

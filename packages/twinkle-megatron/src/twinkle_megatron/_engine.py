@@ -195,8 +195,8 @@ def _base_options(mesh: DeviceMesh) -> dict[str, Any]:
         "sequence_parallel": mesh.sequence_parallel,
         # Loss functions return sums, which megatron-core then leaves alone, and gradients are summed over data ranks, not averaged.
         "calculate_per_token_loss": True,
-        # Every weight comes from the checkpoint.
-        "perform_initialization": False,
+        # Every weight comes from the checkpoint, but megatron-core 0.16.1 marks tensor-parallel weights as such only while initializing them.
+        "perform_initialization": True,
         # All micro-batches of a call have one shape; see MicroBatch.
         "variable_seq_lengths": False,
         # Needs apex or TransformerEngine's fused kernels.

@@ -1,5 +1,6 @@
 """The trainer contract over megatron-core, without remoting."""
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ class MegatronTrainer(TrainerBase):
         self._mesh = mesh
         self._dtype = _DTYPES[mixed_precision]
         self._settings = {
-            "model_id": os.fspath(model_id),
+            "model": os.fspath(model_id),
             "mixed_precision": mixed_precision,
             "seed": seed,
             "recompute": recompute,
@@ -135,7 +136,7 @@ class MegatronTrainer(TrainerBase):
         return _on_rank_zero(self._engine.export_gradients())
 
     def _engine_config(self) -> dict[str, Any]:
-        return {"engine": "megatron", **self._settings, "device_type": self._mesh.device_type, "world_size": self._mesh.world_size}
+        return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
 
     def _features(self, inputs: Inputs) -> list[InputFeature]:
         features = super()._features(inputs)
