@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class GRPOLoss:
         return torch.expm1(difference_BT) - difference_BT
 
 
-_LOSSES: dict[str, type] = {"cross_entropy": CrossEntropyLoss, "grpo": GRPOLoss}
+_LOSSES: dict[str, type[CrossEntropyLoss] | type[GRPOLoss]] = {"cross_entropy": CrossEntropyLoss, "grpo": GRPOLoss}
 
 
 def resolve_loss(loss: str | type | Callable[[LossInput], LossOutput], **kwargs: object) -> Loss:
@@ -148,7 +148,7 @@ def resolve_loss(loss: str | type | Callable[[LossInput], LossOutput], **kwargs:
         loss = named
     if isinstance(loss, type):
         try:
-            made = loss(**kwargs)
+            made: Any = loss(**kwargs)
         except TypeError as error:
             raise ConfigError(f"{loss.__name__} cannot be made from {kwargs}: {error}") from error
         if not callable(made):

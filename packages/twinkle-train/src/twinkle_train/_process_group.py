@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 import twinkle_mesh
 import twinkle_remote
@@ -52,7 +53,7 @@ def _meet(backend: str, timeout: timedelta) -> None:
         is_host = meeting.rank == 0
         where = f"{meeting.host}:{meeting.port} (rank {meeting.rank} of {meeting.world_size})"
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 meeting.host,
                 meeting.port,
                 meeting.world_size,
@@ -71,4 +72,4 @@ def _meet(backend: str, timeout: timedelta) -> None:
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise ProcessGroupError(f"the ranks did not meet at {where} within {timeout.total_seconds():g} s: {error}") from error
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

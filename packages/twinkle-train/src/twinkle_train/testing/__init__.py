@@ -1,9 +1,11 @@
-"""For tests of trainers: tiny checkpoints made from code, a reference trainer, and the conformance suite.
+"""For tests of trainers: tiny checkpoints made from code, a reference trainer, and the conformance suite (`testing.conformance`).
 
 Needs transformers: pip install 'twinkle-train[testing]'.
 """
 
+from . import conformance
+from ._features import random_features, rollout_features
 from ._models import tiny_llama, tiny_qwen2, tiny_qwen3
 from ._reference import ReferenceTrainer
 
-__all__ = ["ReferenceTrainer", "tiny_llama", "tiny_qwen2", "tiny_qwen3"]
+__all__ = ["ReferenceTrainer", "conformance", "random_features", "rollout_features", "tiny_llama", "tiny_qwen2", "tiny_qwen3"]

@@ -35,8 +35,9 @@ class ReferenceTrainer(TrainerBase):
             raise ConfigError(f"{folder} holds no Hugging Face checkpoint (no config.json)")
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         # eager: attention written out, so that nothing of the reference is a fused kernel.
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self._device = torch.device(device)
+        self._model.to(self._device)
         self._folder = folder
         self._optimizer: torch.optim.Optimizer | None = None
         super().__init__(groups=ReduceGroups(), processor=InputProcessor(pad_token_id=self._tokenizer.pad_token_id or 0))
