@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from twinkle_mesh import DeviceMesh
-
 from twinkle_remote._errors import CollectError
 from twinkle_remote._protocol import Collect
 from twinkle_remote._sequences import batch_kind, is_array, is_tensor, join

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast, get_args
 
 from twinkle_mesh import DeviceMesh
-
 from twinkle_remote import _state
 from twinkle_remote._errors import DecorationError
 from twinkle_remote._handle import component_of, handle_class, is_handle_class
@@ -178,16 +177,16 @@ def _wrap_init_subclass(cls: type) -> None:
 def _wrap_new(cls: type) -> None:
     if "__new__" not in vars(cls) and any(_EXECUTE in vars(base) for base in cls.__mro__[1:]):
         return  # inherited
-    original = cls.__new__
+    # Not object.__new__ itself: the class would not pickle by value with it in a closure.
+    original = None if cls.__new__ is object.__new__ else cls.__new__
 
-    @functools.wraps(original)
     def __new__(subclass: type, /, *args: Any, **kwargs: Any) -> Any:
         # What is returned here gets its __init__ called with the same arguments, as it is an instance of `subclass`.
         if is_handle_class(subclass):
             return object.__new__(subclass)
         if _state.current_runtime().is_remote(kwargs.get("remote_group")):
             return object.__new__(handle_class(subclass, remote_methods(subclass), getattr(subclass, _EXECUTE)))
-        return original(subclass) if original is object.__new__ else original(subclass, *args, **kwargs)
+        return object.__new__(subclass) if original is None else original(subclass, *args, **kwargs)
 
     cls.__new__ = __new__  # pyright: ignore[reportAttributeAccessIssue]
 

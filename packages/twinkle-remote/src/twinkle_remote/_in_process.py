@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from twinkle_mesh import DeviceMesh, launcher_rank
-
 from twinkle_remote import _state
 from twinkle_remote._lazy import LazyResult, ValueSource, resolve
 from twinkle_remote._local import reduce_over_data_ranks

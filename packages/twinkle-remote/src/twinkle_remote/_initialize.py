@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from twinkle_mesh import DeviceGroup, launcher_world_size
-
-from twinkle_remote import _state
+from twinkle_remote import _ray_environment, _state
 from twinkle_remote._errors import GroupError, MissingRayError, RemoteTypeError
 from twinkle_remote._local import LocalRuntime
 from twinkle_remote._protocol import Runtime
@@ -44,6 +43,7 @@ def initialize(
     elif mode == "ray":
         if launcher_world_size() > 1:
             raise GroupError("initialize('ray') runs in one driver process, but torchrun started several: start the script with plain python")
+        _ray_environment.prepare(starts_cluster=address is None)
         try:
             from twinkle_remote._ray_runtime import RayRuntime
         except ModuleNotFoundError as error:

@@ -44,8 +44,9 @@ class ValueSource:
         return None
 
 
-# While a call's arguments are packed for the workers: takes a LazyResult that is met on the way, and returns the slot that it gets there.
-packing: ContextVar[Callable[["LazyResult"], int] | None] = ContextVar("packing", default=None)
+# While a call's arguments are packed for the workers: takes a LazyResult that is met on the way (and whether a worker needs only its part
+# of it) and returns how to pickle it.
+packing: ContextVar[Callable[["LazyResult", bool], tuple[Any, ...]] | None] = ContextVar("packing", default=None)
 # While arguments are unpacked in a worker: the values of the slots.
 slots: ContextVar[Sequence[Any]] = ContextVar("slots", default=())
 
@@ -134,9 +135,7 @@ class LazyResult:
 
     def __reduce__(self) -> tuple[Any, ...]:
         register = packing.get()
-        if register is None or isinstance(self._source, ValueSource):
-            return (_same, (self.get(),))
-        return (read_slot, (register(self),))
+        return (_same, (self.get(),)) if register is None else register(self, False)
 
 
 def gather(*results: LazyResult, timeout_s: float | None = None) -> list[Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from twinkle_mesh import DeviceGroup, DeviceMesh, launcher_rank, launcher_world_size
-
 from twinkle_remote._collect import combine
 from twinkle_remote._errors import GroupError
 from twinkle_remote._protocol import Execute
@@ -57,7 +56,7 @@ class LocalRuntime:
             raise GroupError(f"the mesh has {mesh.world_size} ranks, but torchrun started {self.world_size} processes: make them equal")
         elif mesh.world_size > self.world_size:
             logger.warning(
-                "a mesh of %d ranks in %d process(es): this process is only one rank of it; start with torchrun or initialize('ray', ...) to have all",
+                "a mesh of %d ranks in %d process(es): this process is only one of them; start with torchrun or initialize('ray', ...)",
                 mesh.world_size,
                 self.world_size,
             )

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from twinkle_mesh import DeviceMesh
-
 from twinkle_remote._errors import RemoteTypeError
 
 

@@ -1,0 +1,163 @@
+"""The Ray that we talk to: one that is started here, with a session folder of its own, or one that runs already."""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import ray
+
+from twinkle_mesh import Node, visible_devices_variable
+from twinkle_remote._errors import RuntimeStateError
+
+logger = logging.getLogger("twinkle_remote")
+
+DEFAULT_OBJECT_STORE_BYTES = 512 << 20
+# Ray 2.60 makes sockets at <folder>/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store; Linux allows 107 bytes.
+_MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+_END_TIMEOUT_S = 10.0
+
+
+def this_machine() -> Node:
+    """This machine as a node: its cores, and the GPUs that CUDA_VISIBLE_DEVICES allows (all, if it is not set)."""
+    variable = visible_devices_variable("cuda")
+    listed = os.environ.get(variable) if variable is not None else None
+    ids = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")] if listed is not None else None
+    if ids is None:
+        ids = [str(index) for index in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+    return Node("this machine", num_gpus=len(ids), num_cpus=len(os.sched_getaffinity(0)), gpu_ids=ids)
+
+
+class Cluster:
+    """A connection to Ray. Use `start` or `connect`."""
+
+    def __init__(self, folder: Path | None, *, owns_connection: bool) -> None:
+        self.folder = folder
+        self._owns_connection = owns_connection
+        self._open = True
+
+    @classmethod
+    def start(cls, machine: Node, object_store_bytes: int | None) -> "Cluster":
+        """Start a local Ray for this process."""
+        _check_not_connected()
+        cluster = cls(_session_parent(), owns_connection=True)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=int(machine.num_cpus),
+                num_gpus=machine.num_gpus,
+                object_store_memory=DEFAULT_OBJECT_STORE_BYTES if object_store_bytes is None else object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(cluster.folder),
+            )
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    @classmethod
+    def connect(cls, address: str) -> "Cluster":
+        """Join a Ray that runs already; raises ConnectionError if there is none."""
+        _check_not_connected()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return cls(None, owns_connection=True)
+
+    def nodes(self) -> list[Node]:
+        """The cluster's living nodes."""
+        nodes: list[Node] = []
+        for node in ray.nodes():
+            if node["Alive"]:
+                resources: dict[str, float] = node["Resources"]
+                kind = "npu" if "NPU" in resources else "cuda"
+                devices = int(resources.get("NPU" if kind == "npu" else "GPU", 0))
+                nodes.append(Node(node["NodeManagerAddress"], num_gpus=devices, num_cpus=resources.get("CPU", 0.0), device_type=kind))
+        return nodes
+
+    def log_tail(self, pid: int, lines: int = 20) -> str:
+        """The last lines that a worker of this machine wrote to stderr; '' if there are none."""
+        if self.folder is None:
+            return ""
+        for path in self.folder.glob(f"session_2*/logs/worker-*-{pid}.err"):
+            with contextlib.suppress(OSError):
+                return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+    def close(self) -> None:
+        """Disconnect; end a Ray that was started here, with all its processes, and remove its folder."""
+        if not self._open:
+            return
+        self._open = False
+        owned = _ray_processes(self.folder) if self.folder is not None else set[tuple[int, str]]()
+        if self._owns_connection:
+            ray.shutdown()
+        if self.folder is not None:
+            _end(owned)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.folder.exists():  # a process wrote a last line while the folder was removed
+                time.sleep(0.2)
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _check_not_connected() -> None:
+    if ray.is_initialized():
+        raise RuntimeStateError(
+            "this process has called ray.init() itself: leave that to initialize('ray', address=...), or call ray.shutdown() first"
+        )
+
+
+def _session_parent() -> Path:
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) + len("/tw-12345678") <= _MAX_FOLDER_BYTES:
+            return Path(tempfile.mkdtemp(prefix="tw-", dir=parent))
+    raise RuntimeStateError(
+        f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name for Ray's sockets: set TMPDIR to a shorter one"
+    )
+
+
+def _ray_processes(folder: Path) -> set[tuple[int, str]]:
+    """The processes of the Ray that was started with `folder`: our children that name it, and their descendants. With their start times."""
+    children: dict[int, list[int]] = {}
+    started: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (stat := _stat(int(entry.name))) is not None:
+            parent, start = stat
+            children.setdefault(parent, []).append(int(entry.name))
+            started[int(entry.name)] = start
+    found = [pid for pid in children.get(os.getpid(), []) if os.fsencode(folder) in _command_line(pid)]
+    for pid in found:  # grows while we walk
+        found.extend(children.get(pid, []))
+    return {(pid, started[pid]) for pid in found}
+
+
+def _stat(pid: int) -> tuple[int, str] | None:
+    """Parent and start time of a process that runs."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else (int(fields[1]), fields[19])
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _end(processes: set[tuple[int, str]]) -> None:
+    """Wait until the processes have ended; end those by force that do not."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while left := {(pid, start) for pid, start in processes if (stat := _stat(pid)) is not None and stat[1] == start}:
+        if time.monotonic() > deadline:
+            for pid, _ in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
