@@ -32,6 +32,7 @@ def test_every_kind_of_source_gives_its_rows(source):
         dataset[3]
 
 
+@pytest.mark.full  # loading the library takes longer than all else in this file
 def test_a_hugging_face_dataset_is_a_source():
     datasets = pytest.importorskip("datasets")
     assert Dataset(datasets.Dataset.from_list([{"a": 1}, {"a": 2}])).map(lambda row: row["a"])[1] == 2

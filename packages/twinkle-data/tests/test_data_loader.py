@@ -1,5 +1,6 @@
 """DeviceMeshSampler and DataLoader: slices, order, resuming, refusals, and the loader on Ray."""
 
+import importlib.util
 import json
 
 import pytest
@@ -129,9 +130,9 @@ def test_a_damaged_position_is_refused():
         loader.load_state_dict({**loader.state_dict(), "batch": 2})
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra of twinkle-remote")
 @pytest.mark.timeout(110)
 def test_on_ray_one_worker_gives_out_whole_batches_and_resumes():
-    pytest.importorskip("ray")
     mesh = DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
     options = {"batch_size": 4, "shuffle": True, "num_epochs": 2, "device_mesh": mesh}
     whole = list(DataLoader(range(12), **{**options, "device_mesh": None}))
