@@ -19,10 +19,10 @@ class CommandFailed(AssertionError):
     """A command failed; the message has all that it printed."""
 
 
-def run(command: list[str], cwd: Path, timeout_s: float = 600) -> str:
-    """Standard output of the command, run without the settings of this workspace. Raises CommandFailed, TimeoutExpired."""
+def run(command: list[str], cwd: Path, timeout_s: float = 600, **environment: str) -> str:
+    """Standard output of the command, run without the settings of this workspace but with `environment`. Raises CommandFailed, TimeoutExpired."""
     kept = {name: value for name, value in os.environ.items() if name not in _DROPPED and not name.startswith(("PYTHON", "PIP_", "PYTEST"))}
-    result = subprocess.run(command, cwd=cwd, env={**kept, **_OFFLINE}, capture_output=True, text=True, timeout=timeout_s, check=False)
+    result = subprocess.run(command, cwd=cwd, env={**kept, **_OFFLINE, **environment}, capture_output=True, text=True, timeout=timeout_s, check=False)
     if result.returncode != 0:
         raise CommandFailed(f"{' '.join(command)}\nexited with {result.returncode}\n{result.stdout[-8000:]}\n{result.stderr[-8000:]}")
     return result.stdout
@@ -43,11 +43,15 @@ def build(distribution: Distribution, folder: Path) -> Path:
 
 
 class Environment:
-    """A new virtual environment. `install` takes our packages from a folder of wheels, all others in the locked versions."""
+    """A new virtual environment. `install` takes our packages from a folder of wheels, all others in the locked versions.
 
-    def __init__(self, folder: Path, wheels: Path) -> None:
+    `bytecode` is a folder for what Python compiles: an environment made later at the same path need not compile torch again.
+    """
+
+    def __init__(self, folder: Path, wheels: Path, bytecode: Path) -> None:
         self.folder = folder
         self._wheels = wheels
+        self._bytecode = str(bytecode)
         self._python = str(folder / "venv/bin/python")
         folder.mkdir()
         uv("venv", "--quiet", "--no-config", "--python", sys.executable, str(folder / "venv"), cwd=folder)
@@ -72,4 +76,4 @@ class Environment:
         """Standard output of the code, run as a script in the environment's folder."""
         script = self.folder / "script.py"
         script.write_text(code)
-        return run([self._python, str(script)], cwd=self.folder, timeout_s=timeout_s)
+        return run([self._python, str(script)], cwd=self.folder, timeout_s=timeout_s, PYTHONPYCACHEPREFIX=self._bytecode)

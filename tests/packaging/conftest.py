@@ -48,7 +48,7 @@ def wheels(outside: Path) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def environment(distribution: Distribution, wheels: dict[str, Path], outside: Path) -> Iterator[Environment]:
     """The distribution with its declared dependencies, without extras. The test that installs extras into it comes last."""
-    environment = Environment(outside / distribution.name, wheels[distribution.name].parent)
+    environment = Environment(outside / "environment", wheels[distribution.name].parent, bytecode=outside / "bytecode")
     environment.install(f"{distribution.name}=={distribution.version}")
     yield environment
     shutil.rmtree(environment.folder)

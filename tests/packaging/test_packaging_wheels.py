@@ -134,4 +134,4 @@ def test_its_readme_example_runs_with_the_extras_that_it_names(distribution: Dis
     if extras:
         environment.install(f"{distribution.name}[{','.join(sorted(extras))}]=={distribution.version}")
     # A file of its own that can be imported again: the example may start processes.
-    environment.execute(code, timeout_s=120)
+    environment.execute(code, timeout_s=300)
