@@ -10,6 +10,8 @@ from ._errors import ConfigError
 
 # Fields of peft.LoraConfig that say where an adapter comes from, not what it computes.
 _PROVENANCE = frozenset({"task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"})
+# Fields that only tune a feature which another field switches on, and which is refused.
+_SUBORDINATE = frozenset({"qalora_group_size"})
 # Fields whose neutral value is not simply empty.
 _NEUTRAL: dict[str, Any] = {
     "peft_type": "LORA",
@@ -111,7 +113,7 @@ def _target_modules(modules: str | Iterable[str]) -> tuple[str, ...] | str:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    if name in _PROVENANCE:
+    if name in _PROVENANCE or name in _SUBORDINATE:
         return True
     if name in _NEUTRAL:
         return value is None or getattr(value, "value", value) == _NEUTRAL[name]

@@ -1,0 +1,375 @@
+"""The conformance suite: the reference passes it, and each way to be wrong fails it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from twinkle_data import InputProcessor, Message, Template, Trajectory
+from twinkle_train import CallOrderError, ConfigError, CrossEntropyLoss, InputError, LossOutput, NonFiniteError, TokenOutputs, UnknownAdapterError
+from twinkle_train.testing import ReferenceTrainer, conformance, random_features, rollout_features, tiny_llama, tiny_qwen2, tiny_qwen3
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen2, tiny_llama])
+def test_the_reference_conforms_to_itself_in_double_precision(make, tmp_path):
+    # Against float64 the stated fp32 tolerances show their room: nothing but rounding differs.
+    model = make(tmp_path / "model")
+    conformance.run_all(ReferenceTrainer(model), ReferenceTrainer(model, dtype=torch.float64), tmp_path / "saved")
+
+
+class LeftPadded(ReferenceTrainer):
+    def __init__(self, path):
+        super().__init__(path)
+        self.set_processor(InputProcessor(pad_token_id=0, padding_side="left", alignment=8))
+
+
+def test_a_trainer_that_pads_on_the_left_and_to_a_multiple_conforms(checkpoint, tmp_path):
+    conformance.run_all(LeftPadded(checkpoint), ReferenceTrainer(checkpoint), tmp_path / "saved")
+
+
+class ScaledGradient(ReferenceTrainer):
+    """One matrix's gradient is off by a thousandth."""
+
+    def _reduce_gradients(self, adapter_name):
+        self._model.model.layers[0].mlp.up_proj.weight.grad.mul_(1.001)
+
+
+class ForgottenNorm(ReferenceTrainer):
+    """A small weight gets no gradient."""
+
+    def _reduce_gradients(self, adapter_name):
+        self._model.model.layers[1].self_attn.q_norm.weight.grad.zero_()
+
+
+class IgnoresMask(ReferenceTrainer):
+    """Prompts are trained on too."""
+
+    def _micro_batches(self, features, micro_batch_size):
+        return [replace(b, loss_mask=b.valid.astype(np.float32)) for b in super()._micro_batches(features, micro_batch_size)]
+
+
+class IgnoresWeights(ReferenceTrainer):
+    """Loss weights are dropped."""
+
+    def _micro_batches(self, features, micro_batch_size):
+        return [replace(b, loss_mask=(b.loss_mask > 0).astype(np.float32)) for b in super()._micro_batches(features, micro_batch_size)]
+
+
+class IgnoresTemperature(ReferenceTrainer):
+    def _forward(self, adapter_name, batch):
+        return super()._forward(adapter_name, replace(batch, temperature=np.ones_like(batch.temperature)))
+
+
+class AveragesMicroBatches(ReferenceTrainer):
+    """Each micro-batch's mean counts the same, whatever its number of tokens."""
+
+    def _run(self, adapter_name, batches, compute_loss):
+        def mean(index, outputs):
+            output = compute_loss(index, outputs)
+            return LossOutput(output.sum / output.weight * 10, output.weight, output.metrics)
+
+        return super()._run(adapter_name, batches, None if compute_loss is None else mean)
+
+
+class OverwritesGradients(ReferenceTrainer):
+    """Accumulated calls overwrite one another's gradients."""
+
+    def _run(self, adapter_name, batches, compute_loss):
+        if compute_loss is not None:
+            self._model.zero_grad()
+        return super()._run(adapter_name, batches, compute_loss)
+
+
+class KeepsGradients(ReferenceTrainer):
+    """zero_grad does not."""
+
+    def _zero_gradients(self, adapter_name):
+        pass
+
+
+class WrongNorm(ReferenceTrainer):
+    """The norm of half of the model."""
+
+    def _gradient_norm(self, adapter_name):
+        return float(np.sqrt(sum(float(p.grad.square().sum()) for p in self._model.model.layers.parameters())))
+
+
+class IgnoresClipping(ReferenceTrainer):
+    def clip_grad_norm(self, max_grad_norm=1.0, *, adapter_name=""):
+        return super().clip_grad_norm(float("inf"), adapter_name=adapter_name)
+
+
+class IgnoresSchedule(ReferenceTrainer):
+    def _optimizer_step(self, adapter_name, learning_rate):
+        super()._optimizer_step(adapter_name, self._state(adapter_name).optimizer.lr)
+
+
+class ScalesStep(ReferenceTrainer):
+    """The optimizer scales gradients once more."""
+
+    def _optimizer_step(self, adapter_name, learning_rate):
+        self._scale_gradients(adapter_name, 0.999)
+        super()._optimizer_step(adapter_name, learning_rate)
+
+
+class ForwardOnlyDisturbs(ReferenceTrainer):
+    """forward_only replaces the pending forward."""
+
+    def forward_only(self, inputs, micro_batch_size=None, adapter_name=""):
+        return super().forward(inputs, adapter_name=adapter_name)
+
+
+class NoisyForwardOnly(ReferenceTrainer):
+    """forward_only computes with other weights than training does, as a stale copy would."""
+
+    def _run(self, adapter_name, batches, compute_loss):
+        outputs = super()._run(adapter_name, batches, compute_loss)
+        return outputs if compute_loss else [TokenOutputs(each.logprobs_BT + 1e-3, each.entropy_BT) for each in outputs]
+
+
+class SkipsReduction(ReferenceTrainer):
+    """Reports the local loss of the first rows only."""
+
+    def forward_backward(self, inputs, micro_batch_size=None, adapter_name=""):
+        output = super().forward_backward(inputs, micro_batch_size, adapter_name)
+        return replace(output, loss=output.loss * 1.00001)
+
+
+class ForgetsMetrics(ReferenceTrainer):
+    """calculate_metric speaks of the last call only."""
+
+    def forward_backward(self, inputs, micro_batch_size=None, adapter_name=""):
+        self.calculate_metric()
+        return super().forward_backward(inputs, micro_batch_size, adapter_name)
+
+
+class SavesOldWeights(ReferenceTrainer):
+    def save(self, path):
+        ReferenceTrainer(self._folder).save(path)
+
+
+class AllowsAnyOrder(ReferenceTrainer):
+    def step(self, *, adapter_name=""):
+        if self._state(adapter_name).num_accumulated:
+            super().step(adapter_name=adapter_name)
+
+
+def _grpo(trainer, reference, rows, path):
+    conformance.check_first_ratio_is_one(trainer, rows)
+
+
+def _save(trainer, reference, rows, path):
+    conformance.check_sgd_step(trainer, reference, rows)
+    conformance.check_save(trainer, path)
+
+
+def _alone(check):
+    return lambda trainer, reference, rows, path: check(trainer, rows)
+
+
+def _beside(check, **options):
+    return lambda trainer, reference, rows, path: check(trainer, reference, rows, **options)
+
+
+_gradients = _beside(conformance.check_loss_and_gradients, micro_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "message"),
+    [
+        (ScaledGradient, _gradients, "up_proj"),
+        (ForgottenNorm, _gradients, "q_norm"),
+        (IgnoresMask, _gradients, "loss"),
+        (IgnoresWeights, _gradients, "loss"),
+        (IgnoresTemperature, _gradients, "loss"),
+        (SkipsReduction, _gradients, "loss"),
+        (AveragesMicroBatches, _gradients, "gradients"),
+        (WrongNorm, _gradients, "norm"),
+        (IgnoresTemperature, _beside(conformance.check_logprobs), "log-probabilities"),
+        (NoisyForwardOnly, _beside(conformance.check_logprobs), "log-probabilities"),
+        (NoisyForwardOnly, _grpo, "ratio"),
+        (AveragesMicroBatches, _alone(conformance.check_micro_batching), "gradients in micro-batches of 1"),
+        (AveragesMicroBatches, _alone(conformance.check_three_calls_equal_forward_backward), "gradients of backward"),
+        (OverwritesGradients, _alone(conformance.check_accumulation_equals_one_batch), "two calls"),
+        (KeepsGradients, _alone(conformance.check_accumulation_equals_one_batch), "two calls"),
+        (WrongNorm, _alone(conformance.check_clipping), "norm and gradients"),
+        (IgnoresClipping, _alone(conformance.check_clipping), "norm after clipping"),
+        (ForwardOnlyDisturbs, _alone(conformance.check_forward_only_disturbs_nothing), "calculate_loss after forward and forward_only"),
+        (IgnoresSchedule, _alone(conformance.check_learning_rate), "learning rate 0.01"),
+        (ScalesStep, _beside(conformance.check_sgd_step), "weights after SGD"),
+        (ScalesStep, _alone(conformance.check_learning_rate), "learning rate"),
+        (ForgetsMetrics, _alone(conformance.check_metrics), "metric 'loss'"),
+        (SavesOldWeights, _save, "saved checkpoint"),
+        (AllowsAnyOrder, _alone(conformance.check_call_order), "step without gradients"),
+    ],
+)
+def test_a_broken_trainer_fails_its_check(broken, check, message, checkpoint, tmp_path):
+    rows = random_features(temperature=0.8)
+    reference = ReferenceTrainer(checkpoint)
+    with pytest.raises(AssertionError, match=message):
+        check(broken(checkpoint), reference, rows, tmp_path / "saved")
+    # The same check passes on a trainer that is not broken.
+    check(ReferenceTrainer(checkpoint), ReferenceTrainer(checkpoint), rows, tmp_path / "saved")
+
+
+def test_equal_arguments_give_equal_checkpoints(tmp_path):
+    one, two, other = tiny_qwen3(tmp_path / "a"), tiny_qwen3(tmp_path / "b"), tiny_qwen3(tmp_path / "c", seed=1)
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    assert (one / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+    assert (one / "tokenizer.json").read_bytes() == (two / "tokenizer.json").read_bytes()
+
+
+def test_checkpoint_sizes_are_fields_of_the_configuration(tmp_path):
+    model = ReferenceTrainer(tiny_llama(tmp_path, num_hidden_layers=3, hidden_size=64, vocab_size=320))
+    weights = model.export_weights()
+    assert weights["model.embed_tokens.weight"].shape == (320, 64)
+    assert "model.layers.2.mlp.up_proj.weight" in weights
+    with pytest.raises(TypeError, match="num_layers"):
+        tiny_llama(tmp_path / "other", num_layers=3)
+
+
+@pytest.fixture
+def trainer(checkpoint):
+    made = ReferenceTrainer(checkpoint)
+    made.set_loss("cross_entropy")
+    made.set_optimizer("sgd", lr=0.1)
+    return made
+
+
+def test_the_loss_is_that_of_the_hugging_face_model(trainer):
+    (row,) = random_features([9], weighted=False)
+    output = trainer.forward_backward([row])
+    labels = torch.as_tensor(row.labels)[None]
+    with torch.no_grad():
+        want = trainer._model(input_ids=torch.as_tensor(row.input_ids)[None], labels=labels, use_cache=False).loss
+    assert output.loss == pytest.approx(float(want), abs=1e-6)
+    assert output.loss_weight == (row.labels[1:] != -100).sum()
+
+
+def test_packed_documents_do_not_see_each_other(trainer):
+    first, second = random_features([6, 8])
+    packed = replace(
+        first,
+        input_ids=np.concatenate([first.input_ids, second.input_ids]),
+        labels=None,
+        completion_mask=None,
+        loss_weights=None,
+        position_ids=np.concatenate([np.arange(6), np.arange(8)]),
+    )
+    alone = trainer.forward_only([second]).logprobs[0]
+    together = trainer.forward_only([packed]).logprobs[0]
+    np.testing.assert_allclose(together[7:], alone[1:], atol=1e-5)
+    leaking = trainer.forward_only([replace(packed, position_ids=None)]).logprobs[0]
+    assert np.abs(leaking[7:] - alone[1:]).max() > 1e-2
+
+
+def test_trajectories_are_encoded_by_the_template(trainer, checkpoint):
+    chat = Trajectory(messages=[Message(role="user", content="1 + 1 ="), Message(role="assistant", content=" 2")])
+    with pytest.raises(CallOrderError, match="set_template"):
+        trainer.forward_only([chat])
+    trainer.set_template(str(checkpoint))
+    want = trainer.forward_backward([Template(str(checkpoint)).encode(chat)]).loss
+    trainer.zero_grad()
+    assert trainer.forward_backward([chat]).loss == want
+    with pytest.raises(InputError, match="got str"):
+        trainer.forward_only(["1 + 1"])
+
+
+def test_an_unknown_adapter_is_refused_by_every_method(trainer):
+    rows = random_features([5])
+    for call in (
+        lambda: trainer.forward_backward(rows, adapter_name="a"),
+        lambda: trainer.forward_only(rows, adapter_name="a"),
+        lambda: trainer.set_loss("grpo", adapter_name="a"),
+        lambda: trainer.step(adapter_name="a"),
+        lambda: trainer.export_weights(adapter_name="a"),
+    ):
+        with pytest.raises(UnknownAdapterError, match="no adapter 'a'"):
+            call()
+
+
+def test_missing_loss_and_optimizer_are_named(checkpoint):
+    trainer = ReferenceTrainer(checkpoint)
+    rows = random_features([5])
+    with pytest.raises(CallOrderError, match="set_loss"):
+        trainer.forward_backward(rows)
+    trainer.set_loss("cross_entropy")
+    trainer.forward_backward(rows)
+    with pytest.raises(CallOrderError, match="set_optimizer"):
+        trainer.clip_grad_and_step()
+    assert trainer.clip_grad_norm() > 0, "clipping needs no optimizer"
+    with pytest.raises(CallOrderError, match="set_optimizer"):
+        trainer.lr_step()
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_would_erase_gradients_is_refused(trainer, max_grad_norm):
+    trainer.forward_backward(random_features([5]))
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        trainer.clip_grad_norm(max_grad_norm)
+
+
+def test_a_failing_loss_leaves_no_half_gradients(trainer):
+    rows = random_features([5, 6])
+    calls = []
+
+    def failing(inputs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("second micro-batch")
+        return CrossEntropyLoss()(inputs)
+
+    trainer.set_loss(failing)
+    with pytest.raises(RuntimeError, match="second micro-batch"):
+        trainer.forward_backward(rows, 1)
+    with pytest.raises(CallOrderError, match="zero_grad"):
+        trainer.step()
+    trainer.zero_grad()
+    trainer.forward_backward(rows, 1)
+    assert np.isfinite(trainer.clip_grad_norm())
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(trainer):
+    before = trainer.export_weights()
+    trainer.set_loss(lambda inputs: LossOutput((inputs.logprobs_BT * float("nan")).sum(), inputs.mask_BT.sum()))
+    with pytest.raises(NonFiniteError, match="the loss is nan"):
+        trainer.forward_backward(random_features([5]))
+    with pytest.raises(CallOrderError, match="zero_grad"):
+        trainer.step()
+    after = trainer.export_weights()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_loss_must_return_a_loss_output(trainer):
+    trainer.set_loss(lambda inputs: inputs.logprobs_BT.mean())
+    with pytest.raises(InputError, match="returned a Tensor"):
+        trainer.forward_backward(random_features([5]))
+
+
+def test_rows_without_any_trained_token_are_refused_at_the_step(trainer):
+    (row,) = random_features([5])
+    trainer.forward_backward([replace(row, labels=np.full(5, -100))])
+    with pytest.raises(InputError, match="no token"):
+        trainer.clip_grad_and_step()
+
+
+def test_configs_are_plain(trainer):
+    trainer.set_lr_scheduler("cosine", total_steps=10)
+    configs = trainer.get_train_configs()
+    adapter = configs["adapters"][""]
+    assert (adapter["loss"], adapter["optimizer"]["lr"], adapter["lr_scheduler"]["name"], adapter["step"]) == ("CrossEntropyLoss()", 0.1, "cosine", 0)
+    assert configs["trainer"] == "ReferenceTrainer"
+
+
+def test_rollout_rows_reach_the_clip_and_have_a_reference(trainer):
+    rows = rollout_features(trainer, random_features())
+    trainer.set_loss("grpo")
+    metrics = trainer.forward_backward(rows).metrics
+    assert 0 < metrics["clip_fraction"] < 1
+    assert metrics["kl_ref"] > 0
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        ReferenceTrainer(tmp_path)
