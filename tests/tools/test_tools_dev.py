@@ -87,6 +87,18 @@ def test_an_index_in_the_environment_does_not_make_the_lock_stale(workspace: Pat
     assert result.returncode == 0, result.stderr
 
 
+def test_a_uv_of_another_release_is_not_used(workspace: Path, tmp_path: Path) -> None:
+    right = (workspace / ".tools/uv").resolve()
+    (workspace / ".tools/uv").unlink()
+    (workspace / ".tools/uv").write_text("#!/bin/sh\necho uv 0.1.0\n")
+    (workspace / ".tools/uv").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").symlink_to(right)
+    result = _dev(workspace, "setup", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert "installing uv" not in result.stderr
+
+
 def test_a_stale_lock_is_an_error_that_names_the_remedy(workspace: Path) -> None:
     pyproject = workspace / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace("cpu = []", 'cpu = ["packaging"]'))
