@@ -1,6 +1,7 @@
 """Procedural reasoning tasks as datasets."""
 
 import difflib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ def task_dataset(name: str, **options: Any) -> Dataset:
         DatasetError: an unknown task, or options that the task refuses.
     """
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        with warnings.catch_warnings():
+            # cellpylib 2.4.0, which reasoning-gym imports, compares with `is "recursive"`: a SyntaxWarning whenever it is compiled.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
         if error.name != "reasoning_gym":
             raise
