@@ -146,11 +146,18 @@ class MBridge:
         Raises:
             CheckpointError: a tensor is missing.
         """
-        try:
-            with torch.no_grad():
-                self._bridge.load_weights(chunks, str(path))
-        except KeyError as error:
-            raise CheckpointError(f"{path} lacks the tensor {error}, which its config.json calls for.") from error
+        present = _tensor_names(path)
+        # Before anything is sent: mbridge finds out on one rank of a tensor-parallel group only, and the others would wait for it.
+        missing = sorted({name for chunk in chunks for name in self._names_in(chunk)} - present)
+        if missing:
+            raise CheckpointError(f"{path} lacks {len(missing)} tensors that its config.json calls for: {', '.join(missing[:5])}.")
+        with torch.no_grad():
+            self._bridge.load_weights(chunks, str(path))
+
+    def _names_in(self, chunk: torch.nn.Module) -> Iterator[str]:
+        for name in self._bridge._weight_name_mapping_mcore_local_to_global(chunk).values():
+            if "_extra_state" not in name:
+                yield from self._bridge._weight_name_mapping_mcore_to_hf(name)
 
     def export_weights(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, once, as a copy that later steps do not change."""
@@ -170,6 +177,37 @@ class MBridge:
                 if name not in exported:
                     exported.add(name)
                     yield name, tensor.detach().clone()
+
+
+def check_same_model(path: Path, ours: Any) -> None:
+    """Refuses a checkpoint of another model than the one that was built.
+
+    Raises:
+        CheckpointError: a size in its config.json differs, by name.
+    """
+    theirs = read_config(path)
+    for name in (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+    ):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise CheckpointError(f"{path} is another model: its {name} is {getattr(theirs, name)}, this model's is {getattr(ours, name)}.")
+
+
+def _tensor_names(path: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
 
 
 def _gradients_of(chunk: Any) -> Any:

@@ -11,7 +11,7 @@ from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from twinkle_mesh import DeviceMesh
-from twinkle_train import CallOrderError, ComputeLoss, OptimizerConfig, ReduceGroups, TokenOutputs
+from twinkle_train import CallOrderError, ComputeLoss, ConfigError, OptimizerConfig, ReduceGroups, TokenOutputs
 
 from . import _parallel
 from ._batches import MicroBatch
@@ -157,7 +157,13 @@ class Engine:
         return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=parallel_state.get_model_parallel_group()))
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
-        """Replaces the optimizer by a fresh one."""
+        """Replaces the optimizer by a fresh one.
+
+        Raises:
+            ConfigError: SGD with sharded states, which megatron-core does not have.
+        """
+        if self._distributed_optimizer and config.name == "sgd":
+            raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'sgd', which has no states to shard")
         self._optimizer = Optimizer(self._chunks, config, self._dtype, distributed=self._distributed_optimizer)
 
     def step(self, learning_rate: float) -> None:

@@ -16,7 +16,7 @@ from twinkle_train import ComputeLoss, ConfigError, Inputs, OptimizerConfig, Tok
 
 from . import cpu
 from ._batches import make_micro_batches, pipeline_micro_batches, refuse_packed
-from ._bridge import find_checkpoint, read_config
+from ._bridge import check_same_model, find_checkpoint, read_config
 from ._checkpoint import save_checkpoint
 from ._errors import LayoutError, PlatformError
 from ._layout import check_divides, check_mesh
@@ -54,7 +54,7 @@ class MegatronTrainer(TrainerBase):
         mesh = _on_this_machine(device_mesh or DeviceMesh.from_sizes(dp_size=launcher_world_size()))
         check_mesh(mesh)
         self._path = find_checkpoint(os.fspath(model_id))
-        hf_config = read_config(self._path)
+        self._hf_config = hf_config = read_config(self._path)
         check_divides(hf_config, mesh)
         self._mesh = mesh
         self._dtype = _DTYPES[mixed_precision]
@@ -160,7 +160,9 @@ class MegatronTrainer(TrainerBase):
         save_checkpoint(self._engine.export_weights(), self._path, Path(path), self._dtype)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        self._engine.load(find_checkpoint(os.fspath(path)))
+        folder = find_checkpoint(os.fspath(path))
+        check_same_model(folder, self._hf_config)
+        self._engine.load(folder)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, under its Hugging Face name. Collective: all ranks iterate to the end."""

@@ -1,0 +1,277 @@
+"""MegatronModel in one process: errors, precision, checkpoints, determinism."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from twinkle_data import InputFeature, InputProcessor
+from twinkle_megatron import CheckpointError, LayoutError, MegatronModel, ModelNotFoundError, UnsupportedModelError
+from twinkle_mesh import DeviceMesh
+from twinkle_train import ConfigError, InputError, LossInput, LossOutput
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    models: list[Any] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        models.append(MegatronModel(*args, **kwargs))
+        return models[-1]
+
+    yield make
+    for model in models:
+        model.close()
+
+
+def test_an_absent_model_is_an_early_error_that_names_path_and_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no model folder at 'no/such/model'.*save_pretrained") as caught:
+        MegatronModel("no/such/model")
+    assert isinstance(caught.value, FileNotFoundError)
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        MegatronModel(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="safetensors"):
+        MegatronModel(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tp_size": 3}, r"tp_size=3 does not divide the model's 4 attention heads .* \[1, 2, 4\]"),
+        ({"tp_size": 4}, r"tp_size=4 does not divide the model's 2 key-value heads"),
+        ({"pp_size": 3}, r"3 stages, which do not divide the model's 2 layers"),
+        ({"pp_size": 2, "vpp_size": 2}, r"pp_size=2 x vpp_size=2 makes 4 stages"),
+        ({"fsdp_size": 2}, "fsdp_size=2: MegatronModel has no such axis"),
+        ({"ulysses_size": 2}, "ulysses_size=2"),
+        ({"cp_size": 2}, "cp_size=2 is not supported"),
+        ({"dp_size": 2}, "the mesh has 2 ranks, and 1 processes run"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_reason(sizes: dict[str, Any], words: str, checkpoint: Any) -> None:
+    with pytest.raises(LayoutError, match=words):
+        MegatronModel(checkpoint("qwen3"), DeviceMesh.from_sizes(device_type="cpu", **sizes))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' model; MegatronModel supports llama, qwen2, qwen3"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+    ],
+)
+def test_what_megatron_would_compute_differently_is_refused(change: dict[str, Any], words: str, checkpoint: Any, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen3"), tmp_path / "changed")
+    config = tmp_path / "changed" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(UnsupportedModelError, match=words):
+        MegatronModel(tmp_path / "changed")
+
+
+def test_wrong_options_are_refused(checkpoint: Any, build: Any) -> None:
+    path = checkpoint("qwen3")
+    with pytest.raises(ConfigError, match="mixed_precision is 'no' or 'bf16'"):
+        MegatronModel(path, mixed_precision="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="recompute"):
+        MegatronModel(path, recompute="some")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="no nonsense"):
+        MegatronModel(path, transformer_options={"nonsense": 1})
+    with pytest.raises(ConfigError, match="padding_side='right'"):
+        build(path).set_processor(InputProcessor(padding_side="left"))
+    with pytest.raises(ConfigError, match="'adam' and 'adamw' only"):
+        build(path, use_distributed_optimizer=True).set_optimizer("sgd", lr=0.1)
+
+
+def test_packed_rows_are_refused_and_not_silently_mixed(checkpoint: Any, build: Any) -> None:
+    packed = InputFeature(input_ids=[5, 6, 7, 8], position_ids=[0, 1, 0, 1])
+    with pytest.raises(InputError, match=r"inputs\[0\]\.position_ids.*packed"):
+        build(checkpoint("qwen3")).forward_only([packed])
+
+
+def test_two_models_give_bit_identical_logprobs(checkpoint: Any, build: Any, features: list[Any]) -> None:
+    path = checkpoint("qwen3")
+    first, second = (build(path, seed=seed).forward_only(features).get().logprobs for seed in (0, 1))
+    for mine, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_second_layout_in_one_process_is_refused_until_the_first_is_closed(checkpoint: Any, build: Any) -> None:
+    from twinkle_megatron import _parallel
+
+    build(checkpoint("qwen3"))
+    other = DeviceMesh.from_sizes(pp_size=2, device_type="cpu")
+    # The world has one process, so that only the order of the two checks is bent here.
+    object.__setattr__(other, "world_size", 1)
+    with pytest.raises(LayoutError, match=r"close\(\) that model"):
+        _parallel.acquire(other, 1, seed=0, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", {"vocab_size": 301}),
+        ("qwen3", {"tie_word_embeddings": False}),
+        ("qwen2", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 5e5,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+        ),
+    ],
+    ids=["qwen3 odd vocabulary", "qwen3 untied", "qwen2", "llama tied", "llama linear rope", "llama3 rope"],
+)
+def test_export_is_exact_and_a_saved_model_gives_the_same_logits_in_transformers(
+    family: str, sizes: dict[str, Any], checkpoint: Any, build: Any, features: list[Any], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = checkpoint(family, **sizes)
+    model = build(path)
+    original = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    exported = model.export_weights()
+    expected = {name: parameter.detach().numpy() for name, parameter in original.named_parameters()}
+    assert exported.keys() == expected.keys()
+    assert all(np.array_equal(exported[name], expected[name]) for name in expected)
+    model.save(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    ids = torch.as_tensor(features[0].input_ids)[None]
+    with torch.no_grad():
+        assert torch.equal(saved(ids).logits, original(ids).logits)
+        logprobs = original(ids).logits.float().div(features[0].temperature).log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    # float32 log-probabilities of size 6: a few units in the last place.
+    np.testing.assert_allclose(model.forward_only(features[:1]).get().logprobs[0][1:], logprobs.numpy(), rtol=0, atol=5e-6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == AutoTokenizer.from_pretrained(path).get_vocab()
+
+
+def test_saving_over_a_checkpoint_replaces_it_whole(checkpoint: Any, build: Any, tmp_path: Path) -> None:
+    model = build(checkpoint("qwen3"))
+    target = tmp_path / "saved"
+    target.mkdir()
+    (target / "stale.safetensors").write_text("old")
+    model.save(target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    assert not (target / "stale.safetensors").exists()
+    model.load(target)
+
+
+def test_large_checkpoints_are_written_in_shards_that_transformers_reads(checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from transformers import AutoModelForCausalLM
+    from twinkle_megatron import _checkpoint
+
+    monkeypatch.setattr(_checkpoint, "MAX_SHARD_BYTES", 200_000)
+    model = build(checkpoint("qwen3"))
+    model.save(tmp_path / "saved")
+    assert len(list((tmp_path / "saved").glob("model-*-of-*.safetensors"))) > 2
+    read = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).named_parameters())
+    assert all(np.array_equal(read[name].detach().numpy(), weight) for name, weight in model.export_weights().items())
+    model.load(tmp_path / "saved")
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_litter(checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    from twinkle_megatron import _checkpoint
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = build(checkpoint("qwen3"))
+    model.save(tmp_path / "saved")
+    before = (tmp_path / "saved" / "model.safetensors").read_bytes()
+    monkeypatch.setattr(_checkpoint, "_write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"could not save to .*saved: No space left"):
+        model.save(tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_named(checkpoint: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint("qwen3"), tmp_path / "lacking")
+    tensors = load_file(tmp_path / "lacking" / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "lacking" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* model\.layers\.1\.mlp\.up_proj\.weight"):
+        MegatronModel(tmp_path / "lacking")
+
+
+def test_loading_another_model_is_refused(checkpoint: Any, build: Any) -> None:
+    with pytest.raises(CheckpointError, match="its model_type is qwen2, this model's is qwen3"):
+        build(checkpoint("qwen3")).load(checkpoint("qwen2"))
+
+
+def test_bf16_trains_close_to_float32_with_float32_main_weights(checkpoint: Any, build: Any, features: list[Any], tmp_path: Path) -> None:
+    path = checkpoint("qwen3")
+    losses: dict[str, list[float]] = {}
+    for precision in ("no", "bf16"):
+        model = build(path, mixed_precision=precision)
+        model.set_loss("cross_entropy")
+        model.set_optimizer("adamw", lr=1e-3)
+        losses[precision] = []
+        for _ in range(4):
+            losses[precision].append(model.forward_backward(features).loss)
+            model.clip_grad_and_step(1.0)
+    # bfloat16 has 8 bits: relative errors of 0.4 % a product, much less in the mean over tokens. A loss is about 6.
+    np.testing.assert_allclose(losses["bf16"], losses["no"], rtol=0, atol=0.03)
+    assert losses["bf16"][-1] < losses["bf16"][0] - 0.1
+    model.save(tmp_path / "bf16")
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputing_activations_changes_no_gradient(recompute: Any, checkpoint: Any, build: Any, features: list[Any]) -> None:
+    gradients = []
+    for option in (None, recompute):
+        model = build(checkpoint("qwen3"), recompute=option)
+        model.set_loss("cross_entropy")
+        model.forward_backward(features)
+        gradients.append(model.export_gradients())
+    assert all(np.array_equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_weight_decay_spares_norms_and_biases(checkpoint: Any, build: Any, features: list[Any]) -> None:
+    # megatron-core leaves the multiplier of weight decay to its own scheduler.
+    model = build(checkpoint("qwen2"))
+    model.set_loss("cross_entropy")
+    model.set_optimizer("sgd", lr=1e-30, weight_decay=1e28)
+    before = model.export_weights()
+    model.forward_backward(features)
+    model.clip_grad_and_step(1.0)
+    after = model.export_weights()
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {name for name, weight in before.items() if weight.ndim >= 2}
+
+
+def test_an_exception_in_the_loss_reaches_the_caller_and_leaves_the_model_usable(checkpoint: Any, build: Any, features: list[Any]) -> None:
+    def broken(inputs: LossInput) -> LossOutput:
+        raise ZeroDivisionError("the loss is broken")
+
+    model = build(checkpoint("qwen3"))
+    model.set_loss(broken)
+    with pytest.raises(ZeroDivisionError, match="the loss is broken"):
+        model.forward_backward(features, micro_batch_size=2)
+    model.zero_grad()
+    model.set_loss("cross_entropy")
+    assert model.forward_backward(features).loss > 0
+
+
+def test_a_gpu_model_in_a_process_of_the_cpu_platform_is_refused(checkpoint: Any, build: Any, monkeypatch: Any) -> None:
+    build(checkpoint("qwen3"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="CPU platform: build GPU models in a process of their own"):
+        MegatronModel(checkpoint("qwen3"), DeviceMesh.from_sizes(device_type="cuda"))
