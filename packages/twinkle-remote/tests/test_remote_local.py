@@ -234,7 +234,7 @@ def test_held_port_is_bound_while_it_is_handed_over():
 
     port = tr.held_port()
     try:
-        with socket.socket() as other, pytest.raises(OSError):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((port.host, port.port))
         with socket.create_connection((port.host, port.port), timeout=5):
             pass

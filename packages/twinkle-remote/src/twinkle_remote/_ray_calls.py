@@ -115,6 +115,8 @@ class PendingCall:
                 note = (
                     f"ranks {hung} were still in the call {PEER_GRACE_S:g} s later, so all workers of this component have been ended: build it anew"
                 )
+        else:
+            self.reported = True  # as a failure of the call that it comes from
         error = to_exception(failure, unpack, self.line, note)
         self.fail(error)
         if note:

@@ -154,12 +154,14 @@ class RayComponent:
 
     def _raise_uncollected(self) -> None:
         """Raise the error of an earlier call that nobody has seen. Looks only as far as the first call that still runs."""
-        while self._calls and self._calls[0].poll():
+        while self._calls:
             call = self._calls[0]
-            if call.error is not None:
+            if not call.poll():
+                return
+            if call in self._calls:  # a call that has gone well has left by itself
                 self._calls.remove(call)
-                if not call.reported:
-                    call.raise_error()
+            if not call.reported:
+                call.raise_error()
 
     def _iterate(self, spec: MethodSpec, numbers: Sequence[int]) -> Iterator[Any]:
         advance = MethodSpec(

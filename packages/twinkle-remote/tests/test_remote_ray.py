@@ -1,0 +1,561 @@
+"""Components on real Ray workers. One Ray serves the whole module."""
+
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+import twinkle_remote as tr
+from twinkle_mesh import DeviceGroup, DeviceMesh
+from twinkle_remote import _shards
+
+GROUPS = [DeviceGroup("pair", 2, "cpu"), DeviceGroup("quad", 4, "cpu"), DeviceGroup("one", 1, "cpu")]
+DP2_TP2 = DeviceMesh.from_sizes(dp_size=2, tp_size=2)
+
+
+class Odd(Exception):
+    """Cannot be made from its args, as many exceptions in the wild."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(f"code {code}")
+        self.detail = detail
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("no way")
+        self.handle = threading.Lock()
+
+
+@dataclasses.dataclass
+class Box:
+    inside: object
+
+
+def to_rank_of_two(length, i, args, kwargs, device_mesh):
+    return (args[0] if i == 1 else "nothing",), {"seen": (length, i, device_mesh.world_size)}
+
+
+def longest(all_results, device_mesh):
+    return max(all_results, key=len), device_mesh.world_size
+
+
+@tr.remote_class()
+class Part:
+    """What the tests need of a component: echoes, counters and faults."""
+
+    def __init__(self, device_mesh=None, remote_group=None, fault=None, **options):
+        if fault is not None:
+            raise ValueError(fault)
+        self.mesh = device_mesh
+        self.options = options
+        self.remote_group = remote_group
+        self.rank = int(os.environ["RANK"])
+        self.fetched_bytes = 0
+
+    @classmethod
+    def __worker_env__(cls, device_type):
+        return {"TWINKLE_TEST_DEVICE": device_type}
+
+    @tr.remote_function(dispatch="all")
+    def identity(self):
+        return {
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "env": {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "TWINKLE_TEST_DEVICE")},
+            "master": (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]),
+            "rendezvous": tr.rendezvous(),
+            "worker": tr.in_worker(),
+            "slices": tr.current_runtime().slices_in_loader,
+            "mesh": self.mesh,
+            "group": self.remote_group,
+            "options": self.options,
+        }
+
+    @tr.remote_function(dispatch="slice_dp", collect="flatten")
+    def echo(self, x):
+        return x
+
+    @tr.remote_function(dispatch="slice_dp")
+    def share(self, x):
+        return x
+
+    @tr.remote_function(dispatch="slice_dp")
+    def lengths(self, x):
+        return len(x)
+
+    @tr.remote_function(dispatch="slice")
+    def even(self, x, allow=None):
+        return x
+
+    @tr.remote_function(dispatch="slice_dp", collect="flatten")
+    def repeat(self, x, times):
+        return [item for item in x for _ in range(times)]
+
+    @tr.remote_function(dispatch="all", execute="first")
+    def make(self, n, size):
+        return [np.full(size, i, dtype=np.uint8) for i in range(n)]
+
+    @tr.remote_function(dispatch="all")
+    def see(self, thing):
+        return thing
+
+    @tr.remote_function(dispatch="slice_dp", collect="mean", lazy_collect=False)
+    def metrics(self, x):
+        return {"n": float(len(x)), f"of rank {self.rank}": 1.0}
+
+    @tr.remote_function(dispatch="all", collect="first")
+    def first(self):
+        return self.rank
+
+    @tr.remote_function(dispatch=to_rank_of_two, collect=longest)
+    def custom(self, x, seen=None):
+        return f"{x} {seen}"
+
+    @tr.remote_function(dispatch="slice_dp", collect="flatten")
+    def write_into(self, x):
+        for array in x:
+            array += 1
+        return x
+
+    @tr.remote_function(execute="first")
+    def __len__(self):
+        return 3
+
+    @tr.remote_function(execute="first")
+    def __iter__(self):
+        for i in range(3):
+            yield [i] * 4
+
+    @tr.remote_function(dispatch="all")
+    def fail(self, rank, error, hang=False):
+        if self.rank == rank:
+            if error == "odd":
+                raise Odd(3, detail={"a": 1})
+            if error == "unpicklable":
+                raise Unpicklable
+            if error == "file":
+                raise FileNotFoundError(2, "no such file", "/nowhere")
+            if error == "exit":
+                raise SystemExit(3)
+            if error == "kill":
+                print("last words", file=__import__("sys").stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError(error)
+        if hang:
+            time.sleep(600)
+        return self.rank
+
+    @tr.remote_function(dispatch="all", timeout_s=1.0)
+    def slow(self, rank):
+        if self.rank == rank:
+            time.sleep(600)
+
+    @tr.remote_function(dispatch="all")
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @tr.remote_function(dispatch="all")
+    def give_a_generator(self):
+        return (i for i in range(3))
+
+    @tr.remote_function(dispatch="all")
+    def count_traffic(self):
+        """From now on, count the bytes that this worker fetches from others."""
+        original = _shards._values
+
+        def counting(pieces, timeout_s):
+            import ray
+
+            self.fetched_bytes += sum(ray.get(piece).nbytes for piece in pieces if not isinstance(piece, _shards.Inline))
+            return original(pieces, timeout_s)
+
+        _shards._values = counting
+
+    @tr.remote_function(dispatch="all")
+    def traffic(self):
+        return self.fetched_bytes
+
+    @tr.remote_function(dispatch="all")
+    def build_within(self):
+        inner = Part(remote_group="pair")
+        try:
+            Part(remote_group="quad")
+        except tr.GroupError as error:
+            return inner.echo([1]).get(), str(error)
+
+    def undecorated(self):
+        """Not remote."""
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "run.json"
+    with tr.initialize("ray", groups=GROUPS, trace=path, object_store_bytes=128 << 20) as runtime:
+        runtime.trace_path = path
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def pair(runtime):
+    return Part(remote_group="pair", colour="red")
+
+
+@pytest.fixture(scope="module")
+def quad(runtime):
+    return Part(remote_group="quad", device_mesh=DP2_TP2)
+
+
+def pids(part):
+    return [one["pid"] for one in as_list(part.identity().get())]
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [value]
+
+
+def ends(pid, within_s=10.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_every_rank_is_a_process_with_a_launchers_environment(pair, quad):
+    seen = pair.identity().get()
+    assert [one["rank"] for one in seen] == [0, 1]
+    assert len({one["pid"] for one in seen} | {os.getpid()}) == 3
+    assert seen[1]["env"] | {"OMP_NUM_THREADS": ""} == {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "",
+        "TWINKLE_TEST_DEVICE": "cpu",
+    }
+    assert int(seen[0]["env"]["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert all(one["worker"] and not one["slices"] for one in seen)
+    assert seen[0]["mesh"] == DeviceMesh.from_sizes(dp_size=2, device_type="cpu")
+    assert (seen[0]["group"], seen[0]["options"]) == ("pair", {"colour": "red"})
+    assert quad.identity().get()[3]["mesh"] == DP2_TP2.with_device_type("cpu")
+
+
+def test_each_component_has_a_rendezvous_of_its_own(pair, quad):
+    ours, theirs = pair.identity().get(), quad.identity().get()
+    places = [{(one["rendezvous"].host, one["rendezvous"].port) for one in seen} for seen in (ours, theirs)]
+    assert [len(place) for place in places] == [1, 1]
+    assert places[0] != places[1]
+    assert ours[0]["rendezvous"].listen_fd is not None
+    assert ours[1]["rendezvous"].listen_fd is None
+    assert [one["rendezvous"].rank for one in theirs] == [0, 1, 2, 3]
+    assert ours[0]["master"] == (ours[0]["rendezvous"].host, str(ours[0]["rendezvous"].port))
+
+
+def test_the_handle_is_an_instance_of_the_class_and_refuses_what_is_not_remote(pair):
+    assert isinstance(pair, Part)
+    assert "on 2 worker(s) of group 'pair'" in repr(pair)
+    with pytest.raises(tr.RemoteAttributeError, match=r"Part.undecorated is not a remote method: decorate it with @remote_function"):
+        pair.undecorated()
+    with pytest.raises(tr.RemoteAttributeError, match="no remote method 'colour'"):
+        pair.colour  # noqa: B018
+    with pytest.raises(tr.RemoteAttributeError, match="cannot be set"):
+        pair.colour = "blue"
+    with pytest.raises(tr.RemoteAttributeError, match="cannot be pickled"):
+        pickle.dumps(pair)
+    assert not hasattr(pair, "mesh")
+
+
+def test_constructor_errors_come_at_once_with_their_type(runtime):
+    with pytest.raises(ValueError, match="out of order") as caught:
+        Part(remote_group="one", fault="out of order")
+    assert isinstance(caught.value, tr.RemoteCallError)
+    assert "rank 0 of group 'one'" in str(caught.value)
+    with pytest.raises(tr.GroupError, match="has 4 ranks, but device group 'pair' has 2 workers"):
+        Part(remote_group="pair", device_mesh=DP2_TP2)
+    with pytest.raises(tr.GroupError, match="there are 'one', 'pair', 'quad'"):
+        Part(remote_group="none")
+
+
+def test_without_remote_group_the_object_is_in_process(runtime, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    part = Part()
+    assert part.echo([1, 2]).get() == [1, 2]
+    part.undecorated()
+
+
+def test_a_worker_builds_its_own_group_in_process_and_no_other(pair):
+    value, error = pair.build_within().get()[0]
+    assert value == [1]
+    assert "build it in the driver" in error
+
+
+@pytest.mark.parametrize("batch", [[1, 2, 3, 4, 5], (1, 2, 3, 4, 5), np.arange(5), np.arange(5000.0).reshape(5, 1000)])
+def test_batches_go_out_by_data_rank_and_come_back_as_they_were(quad, batch):
+    back = quad.echo(batch).get()
+    assert type(back) is type(batch)
+    np.testing.assert_array_equal(back, batch)
+    shares = quad.share(batch).get()
+    assert [len(share) for share in shares] == [3, 3, 2, 2]
+    assert [len(share) for share in quad.even(batch).get()] == [2, 1, 1, 1]
+
+
+def test_dispatch_errors_come_before_anything_is_sent(quad):
+    with pytest.raises(tr.DispatchError, match=r"x has 1 item\(s\) for 2 data ranks"):
+        quad.echo([1])
+    with pytest.raises(tr.DispatchError, match="x has 4, allow has 5"):
+        quad.even([1] * 4, allow=[1] * 5)
+
+
+def test_mean_covers_all_keys_and_counts_tp_peers_once(quad):
+    assert quad.metrics([1, 2, 3]) == {"n": 1.5, "of rank 0": 1.0, "of rank 2": 1.0}
+
+
+def test_custom_dispatch_and_collect_functions(pair):
+    assert pair.custom("hello").get() == ("nothing (2, 0, 2)", 2)
+
+
+def test_first_and_one_worker(pair, runtime):
+    assert pair.first().get() == 0
+    one = Part(remote_group="one")
+    assert one.share([1, 2]).get() == [1, 2]
+    assert one.identity().get()["rank"] == 0
+
+
+def test_len_and_iteration_cross_processes(pair):
+    assert len(pair) == 3
+    batches = list(pair)
+    assert all(isinstance(batch, tr.LazyResult) for batch in batches)
+    assert [list(batch) for batch in batches] == [[i] * 4 for i in range(3)]
+    left, right = iter(pair), iter(pair)
+    assert list(next(left)) == [0] * 4
+    assert list(next(right)) == [0] * 4
+    assert list(next(left)) == [1] * 4
+
+
+def test_a_lazy_result_is_recognised_at_any_depth(pair, quad):
+    lazy = pair.echo([1, 2, 3])
+    for seen in quad.see({"a": [lazy, (lazy, 5)], "b": Box({"c": lazy})}).get():
+        assert seen["a"] == [[1, 2, 3], ([1, 2, 3], 5)]
+        assert seen["b"].inside == {"c": [1, 2, 3]}
+    assert quad.share([lazy, lazy, 7]).get()[2] == [7]
+
+
+def test_chained_results_keep_their_order_across_meshes(pair, quad):
+    batch = [np.full(1000, i) for i in range(7)]
+    for chained in (quad.echo(pair.echo(batch)), pair.echo(quad.echo(pair.echo(batch)))):
+        assert [int(item[0]) for item in chained] == list(range(7))
+    assert [int(item[0]) for item in pair.repeat(quad.repeat(batch, 2), 3)] == [i for i in range(7) for _ in range(6)]
+    matrix = np.arange(8000.0).reshape(8, 1000)
+    np.testing.assert_array_equal(pair.echo(quad.echo(matrix)).get(), matrix)
+
+
+def test_lengths_are_checked_when_results_are_lazy(pair, quad):
+    with pytest.raises(tr.DispatchError, match=r"a LazyResult has 1 item\(s\) for 2 ranks"):
+        pair.echo(pair.make(1, 10)).get()
+    with pytest.raises(tr.DispatchError, match="3, 4 items"):
+        pair.even(pair.echo([1, 2, 3]), allow=[1, 2, 3, 4]).get()
+
+
+def test_only_the_shards_that_a_worker_needs_travel_and_none_to_the_driver(runtime, pair, monkeypatch):
+    item, n = 100_000, 8
+    consumer = Part(remote_group="quad", device_mesh=DP2_TP2)
+    consumer.count_traffic().get()
+    seen_by_driver = []
+    original = _shards._values
+    monkeypatch.setattr(_shards, "_values", lambda pieces, timeout_s: seen_by_driver.append(pieces) or original(pieces, timeout_s))
+    assert consumer.lengths(pair.make(n, item)).get() == [n / 2] * 4
+    assert all(isinstance(piece, _shards.Inline) for pieces in seen_by_driver for piece in pieces)
+    fetched = consumer.traffic().get()
+    assert all(n / 2 * item <= one < n / 2 * item * 1.02 for one in fetched), fetched
+    # The control: without knowing who will read it, the producer stores the batch in one piece, and every worker fetches all of it.
+    monkeypatch.setattr(runtime, "_splits", ())
+    consumer.lengths(pair.make(n, item)).get()
+    more = [after - before for before, after in zip(fetched, consumer.traffic().get(), strict=True)]
+    assert all(one >= n * item for one in more), more
+
+
+def test_arrays_arrive_writable(pair):
+    batch = [np.zeros(50_000) for _ in range(2)]
+    assert [float(array[0]) for array in pair.write_into(pair.write_into(batch))] == [2.0, 2.0]
+    assert batch[0][0] == 0.0
+
+
+def test_tensors_travel_without_their_graph_or_the_storage_behind_a_view(pair):
+    torch = pytest.importorskip("torch")
+    base = torch.arange(100_000.0, requires_grad=True)
+    back = pair.see(base[:4] * 2).get()[0]
+    assert back.tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert not back.requires_grad
+    from twinkle_remote._packing import pack
+
+    assert len(pack(torch.zeros(100_000)[:4])) < 2000
+
+
+def test_a_failure_is_the_original_type_with_all_there_is_to_know(pair):
+    with pytest.raises(Odd) as caught:
+        pair.fail(1, "odd").get()
+    error = caught.value
+    assert isinstance(error, tr.RemoteCallError)
+    assert error.detail == {"a": 1}
+    assert error.args == ("code 3",)
+    text = str(error)
+    for part in ("code 3", "Part.fail", "rank 1", "group 'pair'", "Remote traceback", "raise Odd(3", f"{__file__}:"):
+        assert part in text
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, Odd)
+    assert str(again) == text
+    with pytest.raises(FileNotFoundError) as file:
+        pair.fail(0, "file").get()
+    assert (file.value.errno, file.value.filename) == (2, "/nowhere")
+    # All ranks answered, so the component lives on.
+    assert pair.echo([1, 2]).get() == [1, 2]
+
+
+def test_exceptions_that_cannot_travel_become_worker_errors(pair):
+    with pytest.raises(tr.WorkerError, match="no way"):
+        pair.fail(0, "unpicklable").get()
+    with pytest.raises(tr.WorkerError, match="SystemExit: 3"):
+        pair.fail(0, "exit").get()
+    with pytest.raises(TypeError, match="generator"):
+        pair.give_a_generator().get()
+
+
+def test_the_failure_of_a_producer_is_raised_by_what_consumes_it(pair, quad):
+    with pytest.raises(KeyError, match="lost") as caught:
+        quad.see(pair.fail(0, "lost")).get()
+    assert "Part.fail" in str(caught.value)
+    assert quad.echo([1, 2]).get() == [1, 2]
+    assert pair.echo([1, 2]).get() == [1, 2]
+
+
+def test_an_uncollected_failure_is_raised_by_the_next_call(pair):
+    lost = pair.fail(0, "unseen")
+    deadline = time.monotonic() + 20
+    while not lost.ready() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(KeyError, match="unseen"):
+        pair.first()
+    assert pair.first().get() == 0
+
+
+def test_a_failure_is_not_hidden_by_a_hung_peer_and_ends_the_component(runtime):
+    part = Part(remote_group="pair")
+    processes = pids(part)
+    part.fail(1, "stuck", hang=True)
+    later = part.first()
+    start = time.monotonic()
+    with pytest.raises(KeyError, match=r"ranks \[0\] were still in the call"):
+        later.get()
+    assert time.monotonic() - start < 10
+    assert all(ends(pid) for pid in processes)
+    with pytest.raises(tr.ComponentLostError, match="build it anew"):
+        part.first().get()
+    assert Part(remote_group="pair").first().get() == 0
+
+
+def test_gather_raises_the_first_failure_of_any(pair, quad):
+    slow = quad.sleep(3)
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="quick"):
+        tr.gather(slow, pair.fail(0, "quick"))
+    assert time.monotonic() - start < 2.5
+    slow.get()
+
+
+def test_a_dead_worker_is_an_error_that_shows_its_last_words(runtime):
+    part = Part(remote_group="pair")
+    processes = pids(part)
+    with pytest.raises(tr.WorkerDiedError, match="rank 1 of Part") as caught:
+        part.fail(1, "kill", hang=True).get()
+    assert "last words" in str(caught.value)
+    assert str(processes[1]) in str(caught.value)
+    assert all(ends(pid) for pid in processes)
+    with pytest.raises(tr.ComponentLostError):
+        part.first().get()
+
+
+def test_deadlines_name_the_ranks_that_still_run(runtime):
+    part = Part(remote_group="pair")
+    processes = pids(part)
+    hung = part.slow(0)
+    with pytest.raises(tr.CallTimeoutError, match=r"Part.slow did not finish within 0.2 s.*ranks \[0\] of group 'pair' still run"):
+        hung.get(timeout_s=0.2)
+    assert not hung.ready()
+    with pytest.raises(tr.CallTimeoutError, match=r"within 1 s.*ranks \[0\].*have been ended"):
+        hung.get()
+    assert all(ends(pid) for pid in processes)
+    with pytest.raises(tr.ComponentLostError):
+        part.first()
+
+
+def test_a_gloo_group_meets_on_the_held_port_and_a_failure_beside_a_collective_surfaces(runtime):
+    pytest.importorskip("torch")
+
+    @tr.remote_class()
+    class Gloo:
+        def __init__(self):
+            from datetime import timedelta
+
+            import torch.distributed as dist
+
+            place = tr.rendezvous()
+            assert place is not None
+            store = dist.TCPStore(
+                place.host,
+                place.port,
+                place.world_size,
+                place.rank == 0,
+                timedelta(seconds=60),
+                wait_for_workers=False,
+                master_listen_fd=place.listen_fd,
+            )
+            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+            self.rank = place.rank
+
+        @tr.remote_function()
+        def total(self, fail=False):
+            import torch
+            import torch.distributed as dist
+
+            if fail and self.rank == 1:
+                raise ZeroDivisionError("before the collective")
+            value = torch.tensor([self.rank + 1.0])
+            dist.all_reduce(value)
+            return value.item()
+
+    gloo = Gloo(remote_group="pair")
+    assert gloo.total().get() == [3.0, 3.0]
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="before the collective"):
+        gloo.total(fail=True).get()
+    assert time.monotonic() - start < 10
+
+
+def test_two_components_of_one_group_in_one_expression(runtime):
+    parts = [Part(remote_group="one", number=number) for number in range(2)]
+    assert [part.identity().get()["options"]["number"] for part in parts] == [0, 1]
+    assert len({pids(part)[0] for part in parts}) == 2
+
+
+def test_the_trace_has_a_span_for_every_call_and_rank(runtime, pair):
+    pair.echo([1, 2]).get()
+    runtime.trace.write()
+    events = json.loads(runtime.trace_path.read_text())["traceEvents"]
+    rows = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    last = [event for event in events if event["ph"] == "X" and event["name"] == "echo"][-2:]
+    assert sorted(event["tid"] for event in last) == [0, 1]
+    assert all("Part" in rows[event["pid"]] and "(pair)" in rows[event["pid"]] for event in last)
+    assert any(rows[event["pid"]] == "driver" and event["name"] == "Part.echo" for event in events if event["ph"] == "X")

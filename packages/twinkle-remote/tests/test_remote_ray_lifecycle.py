@@ -1,0 +1,176 @@
+"""Starting and ending: whatever happens to a driver, no process and no session folder stays behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+
+import twinkle_remote as tr
+from twinkle_mesh import DeviceGroup, PlacementError
+
+COMPONENT = """
+import os, subprocess, sys, time
+import twinkle_remote as tr
+from twinkle_mesh import DeviceGroup
+
+@tr.remote_class()
+class Part:
+    @tr.remote_function(dispatch="all", collect="first")
+    def work(self, seconds=0.0):
+        time.sleep(seconds)
+        return os.getpid()
+
+GROUPS = [DeviceGroup("g", 1, "cpu")]
+"""
+HANGS = (
+    COMPONENT
+    + """
+tr.initialize("ray", groups=GROUPS, object_store_bytes=100 << 20)
+part = Part(remote_group="g")
+part.work().get()
+print("ready", flush=True)
+part.work(600).get()
+"""
+)
+ENDS_IN_AN_ERROR = (
+    COMPONENT
+    + """
+import ray
+if len(sys.argv) > 1:  # a second driver on the cluster of the first
+    with tr.initialize("ray", groups=GROUPS, address=sys.argv[1]):
+        print("second", Part(remote_group="g").work().get())
+    sys.exit()
+with tr.initialize("ray", groups=GROUPS, object_store_bytes=100 << 20):
+    first = Part(remote_group="g")
+    late = first.work(30)
+    again = subprocess.run([sys.executable, __file__, ray.get_runtime_context().gcs_address], capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("second"), again.stdout
+assert not ray.is_initialized()
+for use in (first.work, late.get):
+    try:
+        use()
+    except tr.RuntimeStateError as error:
+        assert "shutdown()" in str(error), error
+    else:
+        raise AssertionError("a component outlived its runtime")
+tr.initialize("ray", groups=GROUPS, object_store_bytes=100 << 20)
+Part(remote_group="g").work().get()
+print("ready", flush=True)
+raise LookupError("the script ends without shutdown()")
+"""
+)
+
+
+def session_members(session):
+    """The processes of a session that still run, whatever their process group."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                members.append((int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]))
+    return members
+
+
+@pytest.mark.parametrize(
+    ("script", "end", "expected"),
+    [
+        (HANGS, signal.SIGINT, "KeyboardInterrupt"),
+        (HANGS, signal.SIGTERM, ""),
+        (ENDS_IN_AN_ERROR, None, "LookupError"),
+    ],
+    ids=["ctrl-c", "sigterm", "error"],
+)
+def test_nothing_stays_behind(script, end, expected):
+    folder = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))  # short: Ray's sockets lie in it
+    path = folder / "script.py"
+    path.write_text(script)
+    (folder / "t").mkdir()
+    driver = subprocess.Popen(
+        [sys.executable, str(path)],
+        env=os.environ | {"TMPDIR": str(folder / "t"), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert driver.stdout is not None
+        lines = []
+        for line in driver.stdout:
+            lines.append(line)
+            if line.startswith("ready"):
+                break
+        assert driver.poll() is None or end is None, "".join(lines)
+        if end is not None:
+            assert len(session_members(driver.pid)) > 3  # the control: there is something to leave behind
+            # Ctrl-C in a terminal reaches the whole process group, a supervisor's SIGTERM the driver.
+            (os.killpg if end == signal.SIGINT else os.kill)(driver.pid, end)
+        output = "".join(lines) + driver.communicate(timeout=60)[0]
+        assert driver.returncode != 0, output
+        assert expected in output, output
+        deadline = time.monotonic() + 5
+        while session_members(driver.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert session_members(driver.pid) == [], output
+        assert list((folder / "t").glob("tw-*")) == [], output
+    finally:
+        driver.kill()
+        for pid, _ in session_members(driver.pid):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder)
+
+
+def test_a_group_larger_than_the_machine_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("twinkle_remote._ray_cluster.Cluster.start", lambda *_: pytest.fail("Ray was started"))
+    start = time.monotonic()
+    with pytest.raises(PlacementError, match="huge"):
+        tr.initialize("ray", groups=[DeviceGroup("huge", 100_000, "cpu")])
+    with pytest.raises(PlacementError, match="cuda"):
+        tr.initialize("ray", groups=[DeviceGroup("gpus", 1000, "cuda")])
+    assert time.monotonic() - start < 10
+    assert not ray.is_initialized()
+    assert tr.current_runtime().mode == "local"
+
+
+def test_a_folder_for_temporary_files_with_a_long_name_is_not_used(monkeypatch):
+    from twinkle_remote._ray_cluster import _session_parent
+
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 90)
+    folder = _session_parent()
+    folder.rmdir()
+    assert folder.parent == Path("/tmp")
+
+
+def test_no_cluster_at_the_address_is_a_quick_error():
+    code = """
+import time, twinkle_remote as tr
+start = time.monotonic()
+try:
+    tr.initialize("ray", address="127.0.0.1:9")
+except ConnectionError as error:
+    print("refused", time.monotonic() - start < 60)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "3"},
+        check=False,
+    )
+    assert "refused True" in done.stdout, done.stdout + done.stderr[-2000:]
