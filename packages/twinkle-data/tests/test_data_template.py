@@ -3,12 +3,15 @@
 # Optional arrays are known to be set here, and wrong types are handed in on purpose.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportArgumentType=false
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from twinkle_data import (
+    Dataset,
     FormatError,
     InputFeature,
     Message,
@@ -214,6 +217,13 @@ def test_a_saved_tokenizer_is_loaded_from_its_folder(make_tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     messages = conversation(["Hello", "Yes."])
     assert Template(tmp_path).encode(messages) == Template(tokenizer).encode(messages)
+
+
+def test_a_template_and_a_dataset_that_it_encodes_travel_to_workers(make_tokenizer):
+    template = Template(make_tokenizer("chatml"), max_length=64)
+    encoded = Dataset([Trajectory(messages=conversation(["Hello", "Yes."]))]).encode(template)
+    assert template.eos_token_ids == pickle.loads(pickle.dumps(template)).eos_token_ids
+    assert list(pickle.loads(pickle.dumps(encoded))) == list(encoded)
 
 
 def test_errors_say_what_to_mend(make_tokenizer, tmp_path):
