@@ -1,1 +1,52 @@
 """Verified, versioned weight transfer from trainers to samplers."""
+
+from ._buckets import Bucket, Piece, Unpacker, pack
+from ._deadline import Deadline
+from ._errors import ChannelMisuse, PeerFailed, SyncError, TensorNotSupported, TransferCorrupted, TransferTimeout, WeightsUnavailable
+from ._folder import CheckpointFolder
+from ._gloo import GlooTransport
+from ._ledger import Ledger, TransferReceipt
+from ._manager import CheckpointEngineManager, SyncReport
+from ._memory import MemoryTransport
+from ._messages import Abort, Begin, End, Message
+from ._plan import TransferPlan, WorkerInfo
+from ._protocols import WeightSink, WeightSource
+from ._receiver import WeightReceiver
+from ._sender import WeightSender
+from ._spec import TensorSpec
+from ._transport import Transport, make_transport
+
+__all__ = [
+    "Abort",
+    "Begin",
+    "Bucket",
+    "ChannelMisuse",
+    "CheckpointEngineManager",
+    "CheckpointFolder",
+    "Deadline",
+    "End",
+    "GlooTransport",
+    "Ledger",
+    "MemoryTransport",
+    "Message",
+    "PeerFailed",
+    "Piece",
+    "SyncError",
+    "SyncReport",
+    "TensorNotSupported",
+    "TensorSpec",
+    "TransferCorrupted",
+    "TransferPlan",
+    "TransferReceipt",
+    "TransferTimeout",
+    "Transport",
+    "Unpacker",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSink",
+    "WeightSource",
+    "WeightsUnavailable",
+    "WorkerInfo",
+    "make_transport",
+    "pack",
+]

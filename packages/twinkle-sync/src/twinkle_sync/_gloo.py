@@ -1,0 +1,140 @@
+"""The transport between processes on CPUs: broadcasts over a gloo group of its own."""
+
+import socket
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from twinkle_remote import held_port
+
+from ._deadline import Deadline
+from ._errors import ChannelMisuse, PeerFailed, SyncError, TransferCorrupted
+from ._messages import Abort, End, Message, decode, encode
+
+_MAGIC = 0x7477_6B31  # "twk1": tells a header from stray bytes
+_MAX_JSON_BYTES = 1 << 30
+
+
+class GlooTransport:
+    """Broadcasts from rank 0 over a `ProcessGroupGloo` that belongs to this object alone.
+
+    The group meets at a TCP store on a port that rank 0 holds from the moment it is picked. The default process group of
+    torch.distributed is neither needed nor touched. A message is a header of five int64 (magic, kind, sequence number, two sizes), its
+    JSON and its bytes; the sequence number tells a lost message from a late one.
+    """
+
+    def __init__(self) -> None:
+        self._store: dist.Store | None = None
+        self._group: dist.ProcessGroupGloo | None = None
+        self._sequence = 0
+
+    def listen(self, deadline: Deadline) -> str:
+        """Hold a port and start the store on it; returns `host:port`."""
+        port = held_port()
+        self._store = dist.TCPStore(
+            port.host,
+            port.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_left(deadline, "the meeting point of the weight transfer"),
+            master_listen_fd=port.listen_fd,
+        )
+        return f"{port.host}:{port.port}"
+
+    def connect(self, address: str, rank: int, world_size: int, deadline: Deadline) -> None:
+        """Join the group; waits until all `world_size` ranks are there."""
+        what = f"{world_size} processes (one trainer, {world_size - 1} samplers) to meet at {address} for the weight transfer; this is number {rank}"
+        host, _, port = address.rpartition(":")
+        try:
+            if self._store is None:
+                self._store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=_left(deadline, what))
+            self._store.set_timeout(_left(deadline, what))
+            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            # Not gloo's default, which resolves the host name: in containers that often is an address that peers cannot reach.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, int(port)))]  # pyright: ignore[reportPrivateUsage]
+            options._timeout = _left(deadline, what)  # pyright: ignore[reportPrivateUsage]
+            self._group = dist.ProcessGroupGloo(self._store, rank, world_size, options)
+        except RuntimeError as error:
+            if isinstance(error, SyncError):
+                raise
+            raise self._failure(error, what, deadline) from error
+
+    def send(self, messages: Iterable[Message], deadline: Deadline) -> None:
+        """Broadcast every message."""
+        for message in messages:
+            self.send_message(message, deadline)
+
+    def send_message(self, message: Message, deadline: Deadline) -> None:
+        """Broadcast one message."""
+        kind, text, payload = encode(message)
+        header = torch.tensor([_MAGIC, kind, self._sequence, len(text), payload.numel()])
+        what = f"the samplers to take message {self._sequence} of the weight transfer"
+        self._sequence += 1
+        self._broadcast(header, what, deadline)
+        self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), what, deadline)
+        if payload.numel():
+            self._broadcast(payload, what, deadline)
+
+    def receive(self, deadline: Deadline) -> Iterator[Message]:
+        """Receive the messages of one transfer. Every payload is new memory, which the loader may keep."""
+        message: Message | None = None
+        while not isinstance(message, End | Abort):
+            message = self._receive_message(deadline)
+            yield message
+
+    def close(self) -> None:
+        """Leave the group and close the store."""
+        self._group = None
+        self._store = None
+
+    def _receive_message(self, deadline: Deadline) -> Message:
+        what = f"message {self._sequence} of the weight transfer from the trainer"
+        header = torch.zeros(5, dtype=torch.int64)
+        self._broadcast(header, what, deadline)
+        magic, kind, sequence, json_bytes, payload_bytes = header.tolist()
+        if magic != _MAGIC or not 0 <= json_bytes < _MAX_JSON_BYTES or payload_bytes < 0:
+            self.close()
+            raise TransferCorrupted(f"{what}: these bytes are no message header; sender and receiver are out of step")
+        text = torch.empty(json_bytes, dtype=torch.uint8)
+        payload = torch.empty(payload_bytes, dtype=torch.uint8)
+        self._broadcast(text, what, deadline)
+        if payload_bytes:
+            self._broadcast(payload, what, deadline)
+        if sequence != self._sequence:
+            self.close()
+            raise TransferCorrupted(f"message {self._sequence} of the weight transfer was lost: message {sequence} came instead")
+        self._sequence += 1
+        return decode(kind, text.numpy().tobytes(), payload)
+
+    def _broadcast(self, data: torch.Tensor, what: str, deadline: Deadline) -> None:
+        if self._group is None:
+            raise ChannelMisuse("this gloo transport is not connected, or it failed before")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = _left(deadline, what)
+        try:
+            self._group.broadcast([data], options).wait()
+        except RuntimeError as error:
+            raise self._failure(error, what, deadline) from error
+
+    def _failure(self, error: RuntimeError, what: str, deadline: Deadline) -> SyncError:
+        """After any error the group cannot be used again: gloo's pairs are broken. Closing it also wakes the peers."""
+        self.close()
+        text = str(error).split("\n", 1)[0]
+        if "imed out" in text or "timeout" in text.lower():
+            return deadline.expired(f"{what} ({text})")
+        return PeerFailed(f"the connection broke while this process waited for {what}: {text}")
+
+
+def _left(deadline: Deadline, what: str) -> timedelta:
+    return timedelta(seconds=max(deadline.remaining_s(what), 0.001))  # gloo counts in milliseconds; 0 would mean for ever
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine on the network on which it reaches `host` (no packet is sent)."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,55 @@
+"""The running account of a transfer: how much was sent, and a digest of all of it."""
+
+import hashlib
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from ._errors import TensorNotSupported
+from ._spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReceipt:
+    """What one side of a transfer saw. Both sides' receipts must be equal."""
+
+    version: int
+    num_tensors: int
+    size_bytes: int
+    digest: str
+
+
+def checksum(data: torch.Tensor, start: int = 0) -> int:
+    """CRC-32 (the one of zlib and Ethernet) of a contiguous uint8 CPU tensor, continuing from `start`.
+
+    About 3 GiB/s on one core, and sure to notice any error burst of up to 32 bits.
+    """
+    return zlib.crc32(memoryview(data.numpy()), start) if data.numel() else start
+
+
+class Ledger:
+    """Counts tensors and folds name, dtype, shape and CRC-32 of each, in order, into one BLAKE2b digest (64 bits).
+
+    The digest depends on the order of the tensors and not on how they were cut into buckets, so that the same weights give the same digest
+    under any bucket size. It finds mistakes, not attackers.
+    """
+
+    def __init__(self) -> None:
+        self.num_tensors = 0
+        self.size_bytes = 0
+        self._names: set[str] = set()
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def add(self, spec: TensorSpec, crc: int) -> None:
+        """Enter one whole tensor whose bytes have the checksum `crc`; TensorNotSupported when its name was there before."""
+        if spec.name in self._names:
+            raise TensorNotSupported(f"{spec.name} was yielded twice; a weight source yields each name once")
+        self._names.add(spec.name)
+        self.num_tensors += 1
+        self.size_bytes += spec.size_bytes
+        self._digest.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\0{crc}\n".encode())
+
+    def receipt(self, version: int) -> TransferReceipt:
+        """The account so far."""
+        return TransferReceipt(version, self.num_tensors, self.size_bytes, self._digest.hexdigest())

@@ -1,0 +1,183 @@
+"""The driver's side: one object that keeps a sampler's weights equal to a trainer's."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from twinkle_remote import LazyResult, gather
+
+from ._errors import ChannelMisuse, PeerFailed, TransferCorrupted
+from ._ledger import TransferReceipt
+from ._plan import TransferPlan, WorkerInfo
+from ._receiver import WeightReceiver
+from ._sender import WeightSender
+
+_GRACE_S = 10.0  # the workers' own deadlines fire first: they say more
+_ROOT_CAUSE_S = 2.0  # how long to look for the error behind "the other side failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One successful synchronisation: its version, what was sent, and the seconds that it took on the driver's clock."""
+
+    version: int
+    num_tensors: int
+    size_bytes: int
+    seconds: float
+    digest: str
+
+
+class CheckpointEngineManager:
+    """Sends the weights of `model` (a `WeightSender`) to every rank of `sampler` (a `WeightReceiver`).
+
+    Args:
+        model: the trainer's handle, or the trainer itself in local mode.
+        sampler: the sampler's handle, or the sampler itself.
+        bucket_size_bytes: how much is in flight at a time; also about what a receiver needs beside its weights.
+        timeout_s: for one synchronisation. Nothing waits longer.
+        verify: compute and compare checksums of all bytes (about 0.3 s for each GiB). Names, order, counts and versions are always compared.
+        transport: `memory`, `gloo`, or another name that `make_transport` knows. By default `memory` when both live in one process, else `gloo`.
+
+    The connection is made by the first `sync_weights` and used again by the later ones; after a failure the next one makes a new one.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: WeightSender,
+        sampler: WeightReceiver,
+        bucket_size_bytes: int = 64 << 20,
+        timeout_s: float = 300.0,
+        verify: bool = True,
+        transport: str | None = None,
+    ) -> None:
+        for argument, value, methods in (
+            ("model", model, ("send_weights", "open_weight_channel")),
+            ("sampler", sampler, ("receive_weights", "weight_receiver_info")),
+        ):
+            if not all(hasattr(value, method) for method in methods):
+                mixin = "WeightSender" if argument == "model" else "WeightReceiver"
+                raise ChannelMisuse(f"{argument}={type(value).__name__} cannot take part in a weight transfer: its class must inherit {mixin}")
+        if timeout_s <= 0:
+            raise ChannelMisuse(f"timeout_s is {timeout_s}; it must be positive")
+        self._model, self._sampler = model, sampler
+        self._bucket_size_bytes, self._timeout_s, self._verify = bucket_size_bytes, timeout_s, verify
+        self._transport = transport
+        self._channel: _Channel | None = None
+        self._attempts = 0
+        self._version = 0
+        self._is_stale = True
+
+    @property
+    def version(self) -> int:
+        """Version of the last successful synchronisation; 0 before the first. It grows with every attempt, failed ones included."""
+        return self._version
+
+    @property
+    def is_stale(self) -> bool:
+        """True before the first synchronisation and after one that failed: the sampler then has other weights than the trainer had, or none."""
+        return self._is_stale
+
+    def sync_weights(self) -> SyncReport:
+        """Make the sampler's weights equal to the trainer's, and verify it.
+
+        Raises within `timeout_s` (plus some seconds of grace) what went wrong on either side first: TransferTimeout, PeerFailed,
+        TransferCorrupted, the source's or the loader's own exception, or the runtime's error for a dead worker. A sampler whose
+        weights are half-loaded then refuses to sample until a later call succeeds.
+        """
+        started = time.monotonic()
+        self._attempts += 1
+        self._is_stale = True
+        try:
+            if self._channel is None:
+                self._channel = self._open_channel()
+            receipt = self._transfer(self._channel)
+        except BaseException:
+            self._channel = None
+            raise
+        self._version, self._is_stale = receipt.version, False
+        return SyncReport(receipt.version, receipt.num_tensors, receipt.size_bytes, time.monotonic() - started, receipt.digest)
+
+    def _open_channel(self) -> "_Channel":
+        senders = _as_list(self._model.weight_sender_info())
+        receivers = _as_list(self._sampler.weight_receiver_info())
+        processes = {worker.process for worker in senders + receivers}
+        ranks = sorted(worker.rank for worker in receivers)
+        if len(processes) == 1 and len(receivers) == 1:
+            if receivers[0].rank != 0:
+                raise ChannelMisuse("under torchrun trainer and sampler share their processes, where only a world size of 1 can synchronise; use Ray")
+            transport = self._transport or "memory"
+        else:
+            transport = self._transport or "gloo"
+        if ranks != list(range(len(ranks))):
+            raise ChannelMisuse(f"the sampler's workers have the ranks {ranks}, which are not 0 to {len(ranks) - 1}")
+        address = self._model.open_weight_channel(transport, self._timeout_s)
+        here = WorkerInfo.here().process
+        return _Channel(transport, address, len(receivers), {worker.process for worker in senders} == {here}, transport == "memory")
+
+    def _transfer(self, channel: "_Channel") -> TransferReceipt:
+        plan = TransferPlan(
+            transport=channel.transport,
+            address=channel.address,
+            world_size=1 + channel.num_receivers,
+            version=self._attempts,
+            bucket_size_bytes=self._bucket_size_bytes,
+            timeout_s=self._timeout_s,
+            verify=self._verify,
+        )
+
+        # Both calls are started before either is waited for: each blocks in its worker until the other one runs. What runs in the driver's
+        # own process is started last, since it returns only when it is done; in one process the sender leaves its messages and the receiver
+        # then runs them.
+        def send() -> LazyResult:
+            return cast(LazyResult, self._model.send_weights(plan))
+
+        def receive() -> LazyResult:
+            return cast(LazyResult, self._sampler.receive_weights(plan))
+
+        if channel.in_memory or not channel.sender_is_here:
+            sent, received = send(), receive()
+        else:
+            received, sent = receive(), send()
+        try:
+            gather(received, sent, timeout_s=self._timeout_s + _GRACE_S)
+        except PeerFailed as error:
+            raise (_root_cause(sent, received) or error) from error
+        return _agreed(_as_list(received.get()), plan.version, channel.num_receivers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Channel:
+    transport: str
+    address: str
+    num_receivers: int
+    sender_is_here: bool
+    in_memory: bool
+
+
+def _as_list(collected: Any) -> list[Any]:
+    """`collect='none'` gives a list of all ranks' values on Ray and this rank's own value in one process."""
+    if isinstance(collected, LazyResult):
+        collected = collected.get()
+    return list(cast("list[Any]", collected)) if isinstance(collected, list | tuple) else [collected]
+
+
+def _agreed(receipts: list[TransferReceipt], version: int, expected: int) -> TransferReceipt:
+    """The one receipt that all ranks of the sampler gave. (Each has compared its own with the sender's.)"""
+    if len(receipts) != expected or len(set(receipts)) != 1 or receipts[0].version != version:
+        raise TransferCorrupted(f"{expected} ranks of the sampler should have version {version}; their receipts are {receipts}")
+    return receipts[0]
+
+
+def _root_cause(*results: LazyResult) -> Exception | None:
+    """The error of the side that failed first, when the other side's "peer failed" was seen before it."""
+    attempts: list[Callable[[], Any]] = [lambda result=result: result.get(timeout_s=_ROOT_CAUSE_S) for result in results]
+    for attempt in attempts:
+        try:
+            attempt()
+        except (PeerFailed, TimeoutError):
+            continue
+        except Exception as error:
+            return error
+    return None

@@ -1,0 +1,72 @@
+"""Real processes for the gloo tests: forked from a server that has imported torch once."""
+
+import multiprocessing
+import os
+import pickle
+import runpy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SCENARIOS = Path(__file__).parent / "gloo_scenarios.py"
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: its value, its exception, or neither when it died."""
+
+    value: Any = None
+    error: Exception | None = None
+    traceback: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+RunRanks = Callable[..., list[Outcome]]
+
+
+@pytest.fixture
+def run_ranks() -> RunRanks:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "twinkle_sync"])
+
+    def run(scenario: str, world_size: int = 3, deadline_s: float = 60.0, **arguments: Any) -> list[Outcome]:
+        address: Any = context.Queue()
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(
+                target=runpy.run_path,
+                args=(str(SCENARIOS),),
+                kwargs={"init_globals": {"CALL": (scenario, rank, world_size, address, sender, arguments)}, "run_name": "gloo_rank"},
+            )
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        started = time.monotonic()
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        outcomes: list[Outcome] = []
+        for rank, (process, (receiver, _)) in enumerate(zip(processes, pipes, strict=True)):
+            process.join(max(0.1, started + deadline_s - time.monotonic()))
+            if process.exitcode is None:
+                for other in processes:
+                    other.kill()
+                pytest.fail(f"rank {rank} of {scenario} still ran after {deadline_s} s")
+            try:
+                outcome = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                outcome = {}
+            outcomes.append(Outcome(**outcome, exitcode=process.exitcode))
+        for rank, outcome in enumerate(outcomes):
+            if outcome.traceback:
+                print(f"--- rank {rank} of {scenario}\n{outcome.traceback}")
+        return outcomes
+
+    return run

@@ -1,0 +1,77 @@
+"""The gloo transport between real processes: one sender, two receivers."""
+
+import pytest
+
+from twinkle_sync import PeerFailed, SyncError, TransferCorrupted, TransferTimeout
+
+
+def test_all_receivers_get_every_version_over_one_group(run_ranks):
+    sender, *receivers = run_ranks("three_syncs")
+    assert sender.error is None
+    for receiver in receivers:
+        results, groups, has_default_group = receiver.value
+        assert [equal for _, equal in results] == [True] * 3
+        assert [receipt.version for receipt, _ in results] == [1, 2, 3]
+        assert len({receipt.digest for receipt, _ in results}) == 3
+        assert groups == 1
+        assert not has_default_group
+    assert receivers[0].value[0] == receivers[1].value[0]
+
+
+def test_the_default_process_group_is_left_alone(run_ranks, tmp_path):
+    outcomes = run_ranks("beside_a_default_group", store_file=str(tmp_path / "store"))
+    assert [outcome.value for outcome in outcomes] == [(9.0, True)] * 3
+
+
+def test_a_source_that_raises_tells_the_receivers_and_the_next_sync_works(run_ranks):
+    sender, *receivers = run_ranks("source_raises_then_recovers")
+    assert sender.value == ("RuntimeError: the trainer's export failed", False, True)
+    for receiver in receivers:
+        first, refused, equal = receiver.value
+        assert first.startswith("PeerFailed")
+        assert refused
+        assert equal
+
+
+def test_a_lost_bucket_is_noticed_and_nobody_hangs(run_ranks):
+    sender, *receivers = run_ranks("lost_bucket", deadline_s=30)
+    assert all(outcome.seconds < 15 for outcome in (sender, *receivers))
+    assert isinstance(sender.error, SyncError)
+    errors = [receiver.error for receiver in receivers]
+    assert all(isinstance(error, SyncError) for error in errors)
+    assert any(isinstance(error, TransferCorrupted) and "was lost" in str(error) for error in errors)
+
+
+def test_a_lost_end_is_an_error_at_the_deadline_that_names_the_message(run_ranks):
+    _, *receivers = run_ranks("lost_end", deadline_s=30)
+    for receiver in receivers:
+        assert isinstance(receiver.error, TransferTimeout | PeerFailed)
+        assert "message 4" in str(receiver.error)
+        assert receiver.seconds < 15
+    assert any(isinstance(receiver.error, TransferTimeout) for receiver in receivers)
+
+
+def test_a_receiver_that_dies_is_an_error_for_the_sender(run_ranks):
+    sender, survivor, dead = run_ranks("receiver_dies", deadline_s=30)
+    assert dead.exitcode == 3
+    assert isinstance(sender.error, SyncError)
+    assert isinstance(survivor.error, SyncError)
+    assert max(sender.seconds, survivor.seconds) < 15
+
+
+def test_a_sender_that_dies_is_an_error_for_the_receivers(run_ranks):
+    dead, *receivers = run_ranks("sender_dies", deadline_s=30)
+    assert dead.exitcode == 3
+    for receiver in receivers:
+        assert isinstance(receiver.error, SyncError)
+        assert receiver.seconds < 15
+
+
+@pytest.mark.parametrize("scenario", ["one_never_comes", "sender_is_slow"])
+def test_every_wait_ends_at_the_deadline(run_ranks, scenario):
+    outcomes = run_ranks(scenario, deadline_s=30)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert len(errors) >= 2
+    assert all(isinstance(error, SyncError) for error in errors)
+    assert any(isinstance(error, TransferTimeout) for error in errors)
+    assert all(outcome.seconds < 15 for outcome in outcomes)

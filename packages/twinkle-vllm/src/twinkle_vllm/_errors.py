@@ -1,0 +1,47 @@
+"""The errors of twinkle-vllm.
+
+```
+SamplerError
++-- AdapterNotLoaded (LookupError)     an adapter that this sampler does not hold
++-- EngineMissing (ImportError)        vLLM is not installed
++-- EngineSettingError (ValueError)    an engine argument or environment that cannot work
++-- IncompleteWeights (ValueError)     an update without some of the model's tensors
++-- ModelNotFound (FileNotFoundError)  no model at the path
++-- PromptError (ValueError)           an input that cannot be sampled from; the message names its index
++-- SamplingOptionError (ValueError)   an unknown sampling option, or one that cannot be honoured
+```
+
+Each takes its message as its one argument and pickles, since it must cross process borders.
+"""
+
+
+class SamplerError(Exception):
+    """Base of every error that twinkle-vllm raises itself."""
+
+
+class AdapterNotLoaded(SamplerError, LookupError):
+    """No adapter of that name is loaded in this sampler."""
+
+
+class EngineMissing(SamplerError, ImportError):
+    """vLLM is not installed; the message has the install command."""
+
+
+class EngineSettingError(SamplerError, ValueError):
+    """An engine argument, a mesh or an environment variable with which the sampler cannot work."""
+
+
+class IncompleteWeights(SamplerError, ValueError):
+    """A weight update lacked tensors that the model has."""
+
+
+class ModelNotFound(SamplerError, FileNotFoundError):
+    """There is no model at that path."""
+
+
+class PromptError(SamplerError, ValueError):
+    """An input that cannot be sampled from; the message names its index."""
+
+
+class SamplingOptionError(SamplerError, ValueError):
+    """A sampling option that does not exist, or that cannot be honoured."""

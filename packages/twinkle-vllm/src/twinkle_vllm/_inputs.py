@@ -1,0 +1,58 @@
+"""From whatever is sampled from to prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from twinkle_data import InputFeature, Template, Trajectory
+
+from ._errors import PromptError
+
+SamplerInput = InputFeature | Trajectory | Sequence[int] | str
+
+
+def as_prompts(inputs: Sequence[SamplerInput], template: Template | None) -> list[InputFeature]:
+    """One feature for each input.
+
+    A feature is taken as it is; a trajectory is encoded with a generation prompt; a text is tokenised as it stands, with the tokenizer's own
+    beginning-of-text token; a list of ints is token ids already. PromptError names the index of one that cannot be used.
+    """
+    if isinstance(inputs, (str, InputFeature, Trajectory, Mapping)) or not isinstance(inputs, Sequence):
+        raise PromptError(f"inputs must be a list of prompts, not one {type(inputs).__name__}: put it into a list")
+    return [_as_prompt(item, index, template) for index, item in enumerate(inputs)]
+
+
+def check_length(prompts: Sequence[InputFeature], max_model_len: int) -> None:
+    """PromptError for a prompt that leaves no room for one more token."""
+    for index, prompt in enumerate(prompts):
+        if len(prompt) >= max_model_len:
+            raise PromptError(
+                f"inputs[{index}] has {len(prompt)} tokens and max_model_len is {max_model_len}, which must hold at least one more: shorten it or "
+                "raise engine_args['max_model_len']"
+            )
+
+
+def _as_prompt(item: Any, index: int, template: Template | None) -> InputFeature:
+    if isinstance(item, InputFeature):
+        return item
+    if isinstance(item, (str, Trajectory)):
+        if template is None:
+            raise PromptError(
+                f"inputs[{index}] is a {type(item).__name__} but the sampler has no tokenizer: the model's folder holds none; "
+                "call set_template(Template(tokenizer))"
+            )
+        return template.encode(item, add_generation_prompt=True) if isinstance(item, Trajectory) else _feature(template.tokenizer(item)["input_ids"])
+    if isinstance(item, (Sequence, np.ndarray)) and len(item) and all(isinstance(token, (int, np.integer)) for token in item):
+        return _feature(item)
+    raise PromptError(f"inputs[{index}] is {_describe(item)}; a prompt is an InputFeature, a Trajectory, a text or a non-empty list of token ids")
+
+
+def _feature(tokens: Any) -> InputFeature:
+    """A prompt: none of its tokens is trained on."""
+    size = len(tokens)
+    return InputFeature(input_ids=np.asarray(tokens, np.int64), labels=np.full(size, -100), completion_mask=np.zeros(size, np.bool_))
+
+
+def _describe(item: Any) -> str:
+    return f"an empty {type(item).__name__}" if isinstance(item, Sequence) and not item else f"a {type(item).__name__}"
