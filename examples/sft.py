@@ -32,13 +32,14 @@ def train(model_dir: str) -> None:
     with twinkle.initialize(args.mode, groups=[group]):
         dataloader = DataLoader(problems, batch_size=32, shuffle=True, seed=0, device_mesh=mesh, num_epochs=2)
         model = MegatronModel(model_dir, device_mesh=mesh, remote_group="actor")
+        model.set_loss("cross_entropy")
         model.set_optimizer("adam", lr=1e-3)
         model.set_lr_scheduler("constant", warmup_steps=10)
         for step, batch in zip(range(1, args.steps + 1), dataloader, strict=False):
             output = model.forward_backward(template.batch_encode(batch))
             model.clip_grad_and_step(1.0)
             model.lr_step()
-            print(f"step {step}  loss {output.get().loss:.7f}", flush=True)
+            print(f"step {step}  loss {output.loss:.7f}", flush=True)
 
 
 if __name__ == "__main__":

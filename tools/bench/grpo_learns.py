@@ -117,7 +117,7 @@ def measure(folder: Path, seeds: list[int], steps: int, started: float) -> dict[
                 say=bench.say,
             )
             warm = folder / f"warm-{seed}"
-            actor.save(str(warm)).get()
+            actor.save(str(warm))
             for advantage in ("group", "shuffled", "likelihood") if number == 0 else ("group",):
                 before, after, checks = bench.reinforce(seed, advantage, warm)
                 runs.append(

@@ -19,19 +19,19 @@ class Section(BaseModel):
 class ActorConfig(Section):
     """The trainer group: how MegatronModel is laid out over its ranks."""
 
-    dp: int = Field(1, ge=1)
+    dp: int = Field(default=1, ge=1)
     """Data parallel size."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(default=1, ge=1)
     """Tensor parallel size."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(default=1, ge=1)
     """Pipeline parallel size."""
-    vpp: int | None = Field(None, ge=2)
+    vpp: int | None = Field(default=None, ge=2)
     """Virtual pipeline stages per rank (interleaved schedule); needs pp of at least 2."""
     sequence_parallel: bool = False
     """Megatron-style sequence parallel; needs tp of at least 2."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Number format of the computation: 'no' is fp32."""
-    micro_batch_size: int | None = Field(None, ge=1)
+    micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences of one forward and backward pass on a rank; empty: the whole share of the rank at once."""
 
     @property
@@ -43,15 +43,15 @@ class ActorConfig(Section):
 class SamplerConfig(Section):
     """The sampler group: vLLM engines, one a rank."""
 
-    dp: int = Field(1, ge=1)
+    dp: int = Field(default=1, ge=1)
     """Number of vLLM engines; the prompts are split over them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the engine."""
-    max_model_len: int = Field(64, ge=8)
+    max_model_len: int = Field(default=64, ge=8)
     """Longest prompt plus completion, in tokens."""
-    max_num_seqs: int = Field(256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences that an engine decodes at once."""
-    kv_cache_bytes: int = Field(64 << 20, ge=1 << 20)
+    kv_cache_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """Size of the key-value cache of an engine, in bytes."""
 
 
@@ -64,9 +64,9 @@ class RuntimeConfig(Section):
     """Hardware of both groups; 'auto' takes CUDA devices where the machine has them, else the CPU."""
     address: str | None = None
     """Address of a running Ray cluster; empty: start a Ray of our own and end it with the run."""
-    start_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the workers to start, in seconds."""
-    call_timeout_s: float = Field(1800.0, gt=0)
+    call_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for one call to a component, in seconds."""
     trace: Path | None = None
     """Write a timeline of every remote call here (open it with Perfetto)."""
@@ -77,38 +77,38 @@ class WarmupConfig(Section):
 
     enabled: bool = True
     """Run the warm-up (a model that can already answer does not need it)."""
-    target_accuracy: float = Field(0.40, gt=0, lt=1)
+    target_accuracy: float = Field(default=0.40, gt=0, lt=1)
     """Stop when the sampled accuracy on problems kept out of the warm-up reaches this."""
-    min_steps: int = Field(100, ge=1)
+    min_steps: int = Field(default=100, ge=1)
     """Steps before the first look at the accuracy."""
-    max_steps: int = Field(1200, ge=1)
+    max_steps: int = Field(default=1200, ge=1)
     """Give up with an error after this many steps."""
-    check_every: int = Field(25, ge=1)
+    check_every: int = Field(default=25, ge=1)
     """Steps between two looks at the accuracy."""
-    check_problems: int = Field(512, ge=1)
+    check_problems: int = Field(default=512, ge=1)
     """Problems of one look, kept out of the warm-up's training data."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Problems a step."""
-    lr: float = Field(3e-3, gt=0)
+    lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate (Adam, betas 0.9 and 0.98)."""
-    lr_warmup_steps: int = Field(50, ge=0)
+    lr_warmup_steps: int = Field(default=50, ge=0)
     """Steps of linear learning-rate warm-up."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
 
 
 class TaskConfig(Section):
     """The arithmetic task: sums and differences of `terms` numbers of `digits` digits (reasoning-gym's chain_sum)."""
 
-    terms: int = Field(4, ge=2, le=8)
+    terms: int = Field(default=4, ge=2, le=8)
     """Numbers in an expression."""
-    digits: int = Field(1, ge=1, le=4)
+    digits: int = Field(default=1, ge=1, le=4)
     """Digits of each number."""
-    size: int = Field(20_000, ge=100)
+    size: int = Field(default=20_000, ge=100)
     """Problems to draw before duplicates are dropped."""
     seed: int = 1234
     """Seed of the problems (not of the model)."""
-    held_out: int = Field(1000, ge=10)
+    held_out: int = Field(default=1000, ge=10)
     """Held-out problems of an evaluation; none shares its expression with a training problem."""
-    few_shot: int = Field(0, ge=0, le=8)
+    few_shot: int = Field(default=0, ge=0, le=8)
     """Worked examples put before each question, for models that were not trained on this task."""

@@ -20,31 +20,31 @@ class GRPOConfig(CommandConfig):
     """Folder of a Hugging Face checkpoint to start from; empty: what the preset brings."""
     run_dir: Path | None = None
     """Folder for everything that the run writes; empty: runs/<command>-<time>."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the model's initialisation, of the order of the data and of sampling."""
-    steps: int = Field(120, ge=0)
+    steps: int = Field(default=120, ge=0)
     """GRPO steps (one weight sync, one rollout, one or more updates each)."""
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1)
     """Prompts of one rollout."""
-    num_samples: int = Field(8, ge=2)
+    num_samples: int = Field(default=8, ge=2)
     """Completions of each prompt: the group that the advantages are relative to."""
-    max_tokens: int = Field(11, ge=1)
+    max_tokens: int = Field(default=11, ge=1)
     """Longest completion, in tokens."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; it travels with every token to the loss."""
-    lr: float = Field(2e-4, gt=0)
+    lr: float = Field(default=2e-4, gt=0)
     """Peak learning rate (Adam, betas 0.9 and 0.95)."""
-    lr_warmup_steps: int = Field(5, ge=0)
+    lr_warmup_steps: int = Field(default=5, ge=0)
     """Steps of linear learning-rate warm-up."""
-    adam_eps: float = Field(1e-8, gt=0)
+    adam_eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon; a large one (1e-3) keeps rounding differences between layouts from being amplified."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
     """PPO ratios below 1 - clip_low are clipped."""
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
     """PPO ratios above 1 + clip_high are clipped (clip-higher, arXiv 2503.14476)."""
-    kl_beta: float = Field(0.0, ge=0)
+    kl_beta: float = Field(default=0.0, ge=0)
     """Weight of the KL term to the frozen initial policy in the loss (0: the KL is only measured)."""
     measure_kl: bool = True
     """Keep the frozen initial policy beside the actor and measure the KL to it at every step."""
@@ -53,9 +53,9 @@ class GRPOConfig(CommandConfig):
     advantage: Literal["group", "shuffled", "likelihood"] = "group"
     """'group' is GRPO; the other two are controls that must not learn: advantages shuffled within each group, and
     the policy's own likelihood as the reward."""
-    eval_every: int = Field(40, ge=0)
+    eval_every: int = Field(default=40, ge=0)
     """Steps between two evaluations on held-out problems (0: only before and after)."""
-    eval_samples: int = Field(2, ge=1)
+    eval_samples: int = Field(default=2, ge=1)
     """Samples of each held-out problem at the training temperature (greedy decoding is evaluated beside it)."""
     record: bool = False
     """Keep every rollout in run_dir/rollouts.jsonl, so that `--replay` can train on it again."""

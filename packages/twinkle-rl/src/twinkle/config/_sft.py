@@ -22,21 +22,21 @@ class SFTConfig(CommandConfig):
     """A JSONL file, a JSON object with `messages` a line; empty: the arithmetic task."""
     run_dir: Path | None = None
     """Folder for everything that the run writes; empty: runs/<command>-<time>."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of the model's initialisation and of the order of the data."""
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Optimizer steps; the data is repeated as often as needed."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Sequences a step, over all data ranks."""
-    max_length: int | None = Field(None, ge=2)
+    max_length: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens; longer ones are an error that names the row."""
-    lr: float = Field(3e-3, gt=0)
+    lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate (Adam, betas 0.9 and 0.98)."""
-    lr_warmup_steps: int = Field(50, ge=0)
+    lr_warmup_steps: int = Field(default=50, ge=0)
     """Steps of linear learning-rate warm-up."""
-    adam_eps: float = Field(1e-8, gt=0)
+    adam_eps: float = Field(default=1e-8, gt=0)
     """Adam's epsilon; a large one (1e-3) keeps rounding differences between layouts from being amplified."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
     save_model: bool = True
     """Write the trained model as a Hugging Face checkpoint into the run folder."""

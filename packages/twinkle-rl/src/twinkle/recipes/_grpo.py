@@ -15,6 +15,7 @@ from twinkle.config import GRPOConfig
 from twinkle.recipes._evaluate import Evaluation, evaluate
 from twinkle.recipes._task import Task
 from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template, Trajectory
+from twinkle_remote import gather
 from twinkle_sync import CheckpointEngineManager
 from twinkle_train import GRPOLoss, group_advantages
 
@@ -154,18 +155,19 @@ class GRPOLoop:
     def _with_logprobs(self, sampled: list[InputFeature], advantages: NDArray[np.floating]) -> tuple[list[InputFeature], dict[str, Any]]:
         """Recompute log-probabilities with the trainer (and the reference), check them, and put them into the features."""
         size = self.config.actor.micro_batch_size
-        pending = self._actor.forward_only(sampled, micro_batch_size=size)
-        reference = self._reference.forward_only(sampled, micro_batch_size=size) if self._reference is not None else None
-        trainer_logprobs = pending.get().logprobs
-        reference_logprobs = reference.get().logprobs if reference is not None else [None] * len(sampled)
-        row = self._check(sampled, trainer_logprobs)
-        if reference is not None:
-            row["kl"] = mean_kl(sampled, trainer_logprobs, reference_logprobs)
+        models = [self._actor] if self._reference is None else [self._actor, self._reference]
+        # Both score the batch at the same time: forward_only returns a LazyResult.
+        scores: list[Any] = [model.forward_only(sampled, micro_batch_size=size) for model in models]
+        policy, *anchors = [score.logprobs for score in gather(*scores)]
+        row = self._check(sampled, policy)
+        if anchors:
+            row["kl"] = mean_kl(sampled, policy, anchors[0])
             self.checks.kl_by_step.append(row["kl"])
+        reference = anchors[0] if anchors else [None] * len(sampled)
         keep = self.config.old_logprobs == "sampler"
         features = [
-            replace(feature, logprobs=feature.logprobs if keep else policy, ref_logprobs=anchor, advantages=float(advantage))
-            for feature, policy, anchor, advantage in zip(sampled, trainer_logprobs, reference_logprobs, advantages, strict=True)
+            replace(feature, logprobs=feature.logprobs if keep else own, ref_logprobs=anchor, advantages=float(advantage))
+            for feature, own, anchor, advantage in zip(sampled, policy, reference, advantages, strict=True)
         ]
         return features, row
 

@@ -96,7 +96,7 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
         _train(config, loop, folder, progress, record)
         if config.save_model:
             with folder.writing("checkpoint") as path:
-                actor.save(str(path)).get()
+                actor.save(str(path))
         memory.sample()
         summary = _summary(config, record, loop.checks, time.perf_counter() - started, memory.peak_bytes)
     _finish(folder, record, summary, console)
@@ -138,7 +138,7 @@ def _build(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronMod
 
 def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
     with folder.writing(INITIAL_POLICY) as path:
-        actor.save(str(path)).get()
+        actor.save(str(path))
     return path
 
 

@@ -67,7 +67,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
                 console.print(f"step {step}/{config.steps}  loss {row['loss']:.4f}  gradient norm {row['grad_norm']:.4f}", highlight=False)
         if config.save_model:
             with folder.writing("checkpoint") as path:
-                actor.save(str(path)).get()
+                actor.save(str(path))
         memory.sample()
     summary = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1], "seconds": time.perf_counter() - started}
     folder.write_json("summary.json", {**summary, "peak_memory_bytes": memory.peak_bytes})

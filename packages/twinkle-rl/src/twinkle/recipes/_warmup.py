@@ -12,7 +12,6 @@ from twinkle.config import WarmupConfig
 from twinkle.recipes._evaluate import accuracy
 from twinkle.recipes._task import Task
 from twinkle_data import DataLoader, SamplingParams, Template, Trajectory
-from twinkle_remote import LazyResult
 from twinkle_sync import CheckpointEngineManager
 
 if TYPE_CHECKING:
@@ -38,13 +37,13 @@ def set_up_sft(actor: MegatronModel, *, lr: float, lr_warmup_steps: int, adam_ep
 
 def sft_step(
     actor: MegatronModel, template: Template, batch: Sequence[Trajectory], *, max_grad_norm: float, micro_batch_size: int | None
-) -> LazyResult:
-    """Send one update on a batch of whole conversations; nothing is waited for, so that the next batch is prepared meanwhile."""
+) -> float | None:
+    """One update on a batch of whole conversations; returns its loss."""
     features = template.batch_encode(batch)
-    result = actor.forward_backward(features, micro_batch_size=micro_batch_size)
+    loss = actor.forward_backward(features, micro_batch_size=micro_batch_size).loss
     actor.clip_grad_and_step(max_grad_norm)
     actor.lr_step()
-    return result
+    return loss
 
 
 def warm_up(
@@ -75,9 +74,8 @@ def warm_up(
         worked, batch_size=config.batch_size, shuffle=True, seed=seed, num_epochs=1 + config.max_steps * config.batch_size // len(worked)
     )
     for step, batch in enumerate(loader, 1):
-        result = sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=micro_batch_size)
+        loss = sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=micro_batch_size)
         if step >= config.min_steps and (step - config.min_steps) % config.check_every == 0:
-            loss = result.get().loss
             weights.sync_weights()
             share = accuracy(sampler, prompts, problems, task.reward, params)
             say(f"warm-up step {step}: loss {loss:.4f}, sampled accuracy {share:.3f} on {len(problems)} problems kept out of it")
