@@ -1,5 +1,7 @@
 """Sharing out arguments and putting results together, without workers."""
 
+# pyright: reportArgumentType=false
+
 from typing import NamedTuple
 
 import numpy as np

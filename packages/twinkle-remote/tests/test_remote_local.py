@@ -1,5 +1,7 @@
 """Local mode: the decorators, lazy results, and the checks that need no workers."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
 import asyncio
 import dataclasses
 import json

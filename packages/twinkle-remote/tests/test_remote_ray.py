@@ -1,5 +1,7 @@
 """Components on real Ray workers. One Ray serves the whole module."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
 import dataclasses
 import json
 import os

@@ -67,8 +67,8 @@ def flatten_values(values: Sequence[Any]) -> Any:
 
 def is_structure(results: Sequence[Any]) -> bool:
     """Whether tuples are several results side by side, rather than batches."""
-    first = results[0]
-    if not all(isinstance(result, tuple) and len(result) == len(first) for result in results):
+    first: Any = results[0]
+    if not all(isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == len(first) for result in results):
         return False
     if hasattr(first, "_fields"):
         return all(type(result) is type(first) for result in results)
@@ -79,18 +79,19 @@ def _reduce(values: Sequence[Any], how: Literal["mean", "sum"]) -> Any:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    first = present[0]
+    first: Any = present[0]
     if all(isinstance(value, Mapping) for value in present):
         keys = list(dict.fromkeys(key for value in present for key in value))
         return {key: _reduce([value[key] for value in present if key in value], how) for key in keys}
     if isinstance(first, (list, tuple)):
         sequences = cast("Sequence[Sequence[Any]]", present)
-        if any(type(value) is not type(first) or len(value) != len(sequences[0]) for value in sequences):
+        kind: type[Any] = type(sequences[0])
+        if any(type(value) is not kind or len(value) != len(sequences[0]) for value in sequences):
             raise CollectError(f"collect={how!r} needs lists of one length from all ranks")
         columns = [_reduce(column, how) for column in zip(*sequences, strict=True)]
-        if hasattr(cast("object", first), "_fields"):
-            return type(first)(*columns)
-        return tuple(columns) if isinstance(first, tuple) else columns
+        if hasattr(kind, "_fields"):
+            return kind(*columns)
+        return tuple(columns) if issubclass(kind, tuple) else columns
     if not all(isinstance(value, (int, float, complex)) or is_array(value) or is_tensor(value) or hasattr(value, "__array__") for value in present):
         raise CollectError(f"collect={how!r} adds numbers, arrays and dicts or lists of them, not {type(first).__name__}")
     total = present[0]

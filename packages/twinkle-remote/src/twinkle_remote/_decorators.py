@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import _state
@@ -14,8 +14,8 @@ from twinkle_remote._lazy import resolve
 from twinkle_remote._placement_arguments import place_arguments, read_placement
 from twinkle_remote._protocol import Collect, Dispatch, Execute, MethodSpec
 
-C = TypeVar("C", bound=type)
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _SPEC = "__twinkle_remote_method__"
 _EXECUTE = "__twinkle_execute__"
@@ -30,7 +30,7 @@ def remote_function(
     lazy_collect: bool = True,
     timeout_s: float | None = None,
     allow_empty: bool = False,
-) -> Callable[[F], F]:
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Make a method of a `remote_class` callable on its workers.
 
     dispatch: how arguments are shared out among the workers (on Ray; in process they pass through).
@@ -56,7 +56,7 @@ def remote_function(
     _check_option("execute", execute, get_args(Execute), False)
     _check_option("collect", collect, ("none", "flatten", "mean", "sum", "first", "last_pp"), callable(collect))
 
-    def decorate(method: F) -> F:
+    def decorate(method: Callable[P, Any]) -> Callable[P, Any]:
         if not inspect.isfunction(method):
             raise DecorationError(
                 f"remote_function decorates methods, not {type(method).__name__}: put it below staticmethod or property, or leave it off"
@@ -74,12 +74,12 @@ def remote_function(
             timeout_s=timeout_s,
             allow_empty=allow_empty,
         )
-        return cast("F", _remote_method(method, spec))
+        return _remote_method(method, spec)
 
     return decorate
 
 
-def remote_class(execute: Execute = "all") -> Callable[[C], C]:
+def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
     """Make a class whose objects can live on the workers of a device group. It stays a class, and `isinstance` holds.
 
     Constructed with `remote_group=` (a group's name) in mode 'ray', its object is built on all workers of the group (execute='all')
@@ -95,9 +95,10 @@ def remote_class(execute: Execute = "all") -> Callable[[C], C]:
     """
     _check_option("execute", execute, get_args(Execute), False)
 
-    def decorate(cls: C) -> C:
-        if not inspect.isclass(cls):
-            raise DecorationError(f"remote_class decorates classes, not {type(cls).__name__}")
+    def decorate(cls: type[T]) -> type[T]:
+        given: Any = cls
+        if not isinstance(given, type):
+            raise DecorationError(f"remote_class decorates classes, not {type(given).__name__}")
         _install(cls, execute)
         return cls
 
@@ -130,7 +131,8 @@ def _check_option(name: str, value: Any, known: tuple[str, ...], fine: bool) -> 
 def _remote_method(method: Callable[..., Any], spec: MethodSpec) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if is_handle_class(type(self)):
+        cls = cast("type[Any]", type(self))
+        if is_handle_class(cls):
             return component_of(self).call(spec, args, kwargs)
         return call_in_process(self, mesh_of(self), spec, method, args, kwargs)
 
@@ -178,9 +180,9 @@ def _wrap_new(cls: type) -> None:
     if "__new__" not in vars(cls) and any(_EXECUTE in vars(base) for base in cls.__mro__[1:]):
         return  # inherited
     # Not object.__new__ itself: the class would not pickle by value with it in a closure.
-    original = None if cls.__new__ is object.__new__ else cls.__new__
+    original: Any = None if cls.__new__ is object.__new__ else cls.__new__
 
-    def __new__(subclass: type, /, *args: Any, **kwargs: Any) -> Any:
+    def __new__(subclass: type[Any], /, *args: Any, **kwargs: Any) -> Any:
         # What is returned here gets its __init__ called with the same arguments, as it is an instance of `subclass`.
         if is_handle_class(subclass):
             return object.__new__(subclass)
@@ -189,6 +191,10 @@ def _wrap_new(cls: type) -> None:
         return object.__new__(subclass) if original is None else original(subclass, *args, **kwargs)
 
     cls.__new__ = __new__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _execute_of(target: Any) -> Execute:
+    return getattr(cast("type[Any]", type(target)), _EXECUTE)
 
 
 def _wrap_init(cls: type) -> None:
@@ -200,7 +206,7 @@ def _wrap_init(cls: type) -> None:
             original(self, *args, **kwargs)
             return
         group_name, mesh = read_placement(original, args, kwargs)
-        mesh = _state.current_runtime().mesh_for(group_name, mesh, getattr(type(self), _EXECUTE))
+        mesh = _state.current_runtime().mesh_for(group_name, mesh, _execute_of(self))
         object.__setattr__(self, _MESH, mesh)
         args, kwargs = place_arguments(original, args, kwargs, mesh)
         token = _state.active.set(_state.active.get() | {id(self)})

@@ -1,7 +1,7 @@
 """Share out a call's arguments among the workers. Pure: no runtime, no Ray."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._errors import DispatchError
@@ -77,10 +77,10 @@ def check_enough(method: str, name: str, total: int, parts: int, of_what: str, a
 def _custom(spec: MethodSpec, returned: Any) -> Share:
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2 and isinstance(returned[1], dict)):  # pyright: ignore[reportUnknownArgumentType]
         raise DispatchError(f"{spec.name}: a dispatch function returns (args, kwargs), not {returned!r:.200}")
-    args: Any = returned[0]
+    args, kwargs = cast("tuple[Any, dict[str, Any]]", returned)
     if not isinstance(args, (tuple, list)):
-        raise DispatchError(f"{spec.name}: the args that a dispatch function returns are a tuple, not {type(args).__name__}")
-    return Share(tuple(args), returned[1])  # pyright: ignore[reportUnknownArgumentType]
+        raise DispatchError(f"{spec.name}: the args that a dispatch function returns are a tuple, not {args!r:.200}")
+    return Share(tuple(cast("tuple[Any, ...]", args)), kwargs)
 
 
 def _batches(spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def format_remote_traceback(error: BaseException) -> str:
 def parts_of(error: Exception) -> tuple[type, tuple[Any, ...], dict[str, Any]]:
     """What rebuilds an exception without calling its constructor, whose arguments we do not know: type, args and attributes."""
     slots = {name: getattr(error, name) for name in _BUILT_IN_SLOTS if getattr(error, name, None) is not None}
-    args = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args  # an OSError's args lack its file names
+    args: Any = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args  # an OSError's args lack its file names
     return type(error), args, {**slots, **vars(error)}
 
 
@@ -71,7 +71,7 @@ def rebuild(error_type: type[Exception], args: tuple[Any, ...], attributes: dict
         error_type.__init__(made, *args)
     for name, value in attributes.items():
         setattr(made, name, value)
-    if not isinstance(made, OSError):
+    if not issubclass(error_type, OSError):
         made.args = args
     return made
 

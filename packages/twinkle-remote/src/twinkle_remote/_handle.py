@@ -1,7 +1,7 @@
 """Handles: what a remote class's constructor returns when its object lives on workers."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from twinkle_remote import _state
 from twinkle_remote._errors import RemoteAttributeError
@@ -12,7 +12,7 @@ _MARK = "__twinkle_handle_of__"
 _COMPONENT = "__twinkle_component__"
 # Implicit calls of these bypass __getattribute__, so a handle needs them on its class; all else of `object` works by itself.
 _KEPT = frozenset(dir(object)) - {"__eq__", "__hash__", "__repr__", "__str__"} | {"__dict__", "__weakref__", "__module__", "__slots__"}
-_classes: dict[type, type] = {}
+_classes: dict[type, type[Any]] = {}
 
 
 def is_handle_class(cls: type) -> bool:
@@ -22,17 +22,17 @@ def is_handle_class(cls: type) -> bool:
 
 def component_of(handle: Any) -> Component:
     """The component that a handle stands for."""
-    return vars(handle)[_COMPONENT]
+    return cast("dict[str, Any]", vars(handle))[_COMPONENT]
 
 
-def handle_class(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type:
+def handle_class(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type[Any]:
     """The subclass of `cls` whose objects stand for ones on workers: remote methods go there, anything else is an error."""
     if cls not in _classes:
         _classes[cls] = _make(cls, methods, execute)
     return _classes[cls]
 
 
-def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type:
+def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type[Any]:
     init: Callable[..., None] = cls.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type:
         raise RemoteAttributeError(f"{cls.__name__}.{name} cannot be set from here: the object lives on workers; set it in a remote method")
 
     def __repr__(self: Any) -> str:
-        component = vars(self).get(_COMPONENT)
+        component: Component | None = cast("dict[str, Any]", vars(self)).get(_COMPONENT)
         return f"<{cls.__name__}, not built>" if component is None else f"<{component.describe()}>"
 
     def __del__(self: Any) -> None:  # the class's own would run on an object that is not there

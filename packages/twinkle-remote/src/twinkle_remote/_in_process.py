@@ -34,7 +34,7 @@ def call_in_process(
             trace.add(type(target).__name__, launcher_rank(), spec.name, start_s, time.time())
     if spec.name in EAGER_METHODS:
         return value
-    if spec.collect in ("mean", "sum"):
+    if not callable(spec.collect) and spec.collect in ("mean", "sum"):
         value = reduce_over_data_ranks(value, spec.collect, mesh)
     if isinstance(value, LazyResult):
         return value.get() if spec.returns_value else value

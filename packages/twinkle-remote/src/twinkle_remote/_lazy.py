@@ -161,7 +161,7 @@ def resolve(value: Any) -> Any:
 
     Returns `value` itself where there is none.
     """
-    kind = type(value)
+    kind = cast("type[Any]", type(value))
     if kind in _ATOMS:
         return value
     if isinstance(value, LazyResult):

@@ -5,8 +5,7 @@ import io
 import sys
 from typing import Any
 
-import ray.cloudpickle as cloudpickle
-
+from twinkle_remote._ray_api import cloudpickle
 from twinkle_remote._sequences import is_tensor
 
 
@@ -19,7 +18,7 @@ class _Pickler(cloudpickle.Pickler):
             if plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
                 plain = plain.clone()
             return plain.__reduce_ex__(5)
-        return super().reducer_override(obj)
+        return cloudpickle.Pickler.reducer_override(self, obj)
 
 
 def pack(value: Any) -> bytes:

@@ -65,11 +65,30 @@ class Runtime(Protocol):
     slices_in_loader: True where the data loader must slice batches (local, torchrun); False where dispatch does (ray).
     """
 
-    mode: Literal["local", "torchrun", "ray"]
-    groups: dict[str, DeviceGroup]
-    plan: PlacementPlan | None
-    slices_in_loader: bool
-    trace: "Trace | None"
+    @property
+    def mode(self) -> Literal["local", "torchrun", "ray"]:
+        """Where components live."""
+        ...
+
+    @property
+    def groups(self) -> dict[str, DeviceGroup]:
+        """The device groups by name."""
+        ...
+
+    @property
+    def plan(self) -> PlacementPlan | None:
+        """Which worker of a group runs where."""
+        ...
+
+    @property
+    def slices_in_loader(self) -> bool:
+        """Who slices batches."""
+        ...
+
+    @property
+    def trace(self) -> "Trace | None":
+        """The timeline, if one is recorded."""
+        ...
 
     def is_remote(self, group_name: str | None) -> bool:
         """Whether a component of this group lives on workers rather than in this process. Raises GroupError if unknown."""

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._collect import contributors
 from twinkle_remote._errors import CallTimeoutError, RemoteError, RuntimeStateError, WorkerDiedError, WorkerError
@@ -15,6 +13,7 @@ from twinkle_remote._failures import Failure, to_exception
 from twinkle_remote._lazy import Source
 from twinkle_remote._packing import unpack
 from twinkle_remote._protocol import Collect, MethodSpec
+from twinkle_remote._ray_api import ray
 from twinkle_remote._shards import Result, Stop, fetch
 
 if TYPE_CHECKING:

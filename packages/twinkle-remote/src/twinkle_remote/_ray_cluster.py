@@ -9,10 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import ray
-
 from twinkle_mesh import Node, visible_devices_variable
 from twinkle_remote._errors import RuntimeStateError
+from twinkle_remote._ray_api import ray
 
 logger = logging.getLogger("twinkle_remote")
 

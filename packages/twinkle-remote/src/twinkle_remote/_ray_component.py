@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._dispatch import Share, share_out
 from twinkle_remote._errors import ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
 from twinkle_remote._lazy import LazyResult, packing, read_slot
 from twinkle_remote._packing import pack
 from twinkle_remote._protocol import MethodSpec
+from twinkle_remote._ray_api import ray
 from twinkle_remote._ray_calls import CallSource, PendingCall, wait_for
 from twinkle_remote._ray_worker import Header, Slot
 from twinkle_remote._shards import Result, Stop, put

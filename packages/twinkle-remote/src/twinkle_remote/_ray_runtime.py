@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from twinkle_mesh import DeviceGroup, DeviceMesh, PlacementPlan, WorkerSlot, plan_placement, visible_devices_variable
 from twinkle_remote import _ray_cluster
 from twinkle_remote._dispatch import Share
@@ -20,6 +16,7 @@ from twinkle_remote._errors import DecorationError, PlacementTimeoutError, Start
 from twinkle_remote._local import check_mesh_fits, find_group, named
 from twinkle_remote._packing import ship_definitions
 from twinkle_remote._protocol import Execute, MethodSpec
+from twinkle_remote._ray_api import PlacementGroupSchedulingStrategy, placement_group, ray, remove_placement_group
 from twinkle_remote._ray_calls import wait_for
 from twinkle_remote._ray_component import RayComponent
 from twinkle_remote._ray_worker import Identity, Worker
@@ -56,7 +53,7 @@ class RayRuntime:
         self._call_timeout_s = call_timeout_s
         self._threads_per_worker = threads_per_worker
         self._on_shutdown = on_shutdown
-        self._places: dict[str, PlacementGroup] = {}
+        self._places: dict[str, Any] = {}
         self._components: weakref.WeakSet[RayComponent] = weakref.WeakSet()
         self._splits = tuple(sorted({group.num_workers for group in self.groups.values()}))
         if address is None:
@@ -258,7 +255,7 @@ def _worker_env(cls: type, device_type: str) -> dict[str, str]:
     return environment  # pyright: ignore[reportUnknownVariableType]
 
 
-def _spawn(place: PlacementGroup, rank: int, environment: dict[str, str], identity: Identity) -> Any:
+def _spawn(place: Any, rank: int, environment: dict[str, str], identity: Identity) -> Any:
     return (
         ray.remote(Worker)
         .options(

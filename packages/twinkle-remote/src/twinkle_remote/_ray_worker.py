@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-import ray
-
 from twinkle_mesh import DeviceGroup, DeviceMesh, PlacementPlan, launcher_world_size
 from twinkle_remote import _state
 from twinkle_remote._dispatch import Part, check_enough
@@ -19,6 +17,7 @@ from twinkle_remote._local import find_group
 from twinkle_remote._meeting import Rendezvous, hold_port
 from twinkle_remote._packing import pack, unpack
 from twinkle_remote._protocol import Collect, Execute
+from twinkle_remote._ray_api import ray
 from twinkle_remote._shards import Inline, Result, Stop, fetch, keep
 
 
@@ -219,7 +218,9 @@ def _filled_slots(header: Header, upstream: Sequence[Any]) -> Any:
         values.append(value)
         if share is not None:
             shares.append(share)
-    totals = {share[2] for share in shares} | ({header.part.total} if header.part is not None and header.part.total is not None else set())
+    totals = {share[2] for share in shares}
+    if header.part is not None and header.part.total is not None:
+        totals.add(header.part.total)
     if len(totals) > 1:
         raise DispatchError(
             f"{header.method}: its lists and arrays are cut into the same parts, but they have {', '.join(map(str, sorted(totals)))} items: "

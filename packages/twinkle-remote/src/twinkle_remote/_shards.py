@@ -6,16 +6,16 @@ A worker returns a small `Result`; the pieces are objects in Ray's store, owned 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import ray
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._collect import combine, is_structure
 from twinkle_remote._dispatch import Part
 from twinkle_remote._packing import pack, unpack
 from twinkle_remote._protocol import Collect
+from twinkle_remote._ray_api import ray
 from twinkle_remote._sequences import BatchKind, batch_kind, even_slice, is_array, is_tensor, join
 
 _MAX_PIECES = 256
@@ -170,7 +170,7 @@ def _values(pieces: Sequence[Any], timeout_s: float | None) -> list[Any]:
 def _is_light(value: Any) -> bool:
     """Whether a value is certainly small. Looks at a few objects only."""
     left = _INLINE_NODES
-    stack = [value]
+    stack: list[Any] = [value]
     size_bytes = 0
     while stack:
         item = stack.pop()
@@ -188,8 +188,9 @@ def _is_light(value: Any) -> bool:
         elif type(item) in (list, tuple, dict):
             if len(item) > left:
                 return False
-            stack.extend(item.values() if isinstance(item, dict) else item)
-            stack.extend(item if isinstance(item, dict) else ())
+            stack.extend(item)
+            if isinstance(item, dict):
+                stack.extend(cast("dict[Any, Any]", item).values())
         elif is_dataclass(item) and not isinstance(item, type):
             stack.extend(getattr(item, field.name, None) for field in fields(item))
         else:

@@ -1,0 +1,15 @@
+"""The parts of Ray that we use. Untyped: Ray 2.60's own annotations are partial, which strict type checking refuses."""
+
+from typing import Any
+
+import ray as _ray
+import ray.cloudpickle as _cloudpickle
+from ray.util.placement_group import placement_group as _placement_group
+from ray.util.placement_group import remove_placement_group as _remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as _PlacementGroupSchedulingStrategy
+
+ray: Any = _ray
+cloudpickle: Any = _cloudpickle
+placement_group: Any = _placement_group
+remove_placement_group: Any = _remove_placement_group
+PlacementGroupSchedulingStrategy: Any = _PlacementGroupSchedulingStrategy
