@@ -1,6 +1,6 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
-from ._advantages import AdvantageScale, GRPOAdvantage, group_advantages
+from ._advantages import GRPOAdvantage, group_advantages
 from ._collect import collect_model_output
 from ._contract import Inputs, TrainModel
 from ._errors import (
@@ -13,7 +13,7 @@ from ._errors import (
     TrainError,
     UnknownAdapterError,
 )
-from ._lora import HasToDict, LoraConfig
+from ._lora import LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
 from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
@@ -25,10 +25,9 @@ from ._rewards import ExactMatchReward, Reward, last_word
 from ._schedules import LRSchedule
 from ._state import Gradients, TrainState, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
-from ._trainer import ComputeLoss, PendingForward, TokenOutputs, TrainerBase
+from ._trainer import ComputeLoss, TokenOutputs, TrainerBase
 
 __all__ = [
-    "AdvantageScale",
     "AnyMetric",
     "CallOrderError",
     "ComputeLoss",
@@ -38,7 +37,6 @@ __all__ = [
     "GRPOAdvantage",
     "GRPOLoss",
     "Gradients",
-    "HasToDict",
     "InputError",
     "Inputs",
     "LRSchedule",
@@ -51,7 +49,6 @@ __all__ = [
     "NonFiniteError",
     "OptimizerConfig",
     "PeerError",
-    "PendingForward",
     "ProcessGroupError",
     "ReduceGroups",
     "Reward",

@@ -15,6 +15,7 @@ from twinkle_data import InputFeature, InputProcessor, ModelOutput, Template, Tr
 from ._loss import LossInput, LossOutput
 
 Inputs = Sequence[InputFeature] | Sequence[Trajectory]
+"""A batch: encoded rows, or conversations where a template was set."""
 
 
 class TrainModel(ABC):
@@ -154,7 +155,10 @@ class TrainModel(ABC):
 
     @abstractmethod
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the weights as a Hugging Face checkpoint (safetensors, config, tokenizer) into the folder. All ranks call it."""
+        """Writes the weights as a Hugging Face checkpoint (safetensors, config, tokenizer) into the folder, which all ranks name alike.
+
+        All ranks call it; when it returns, on any of them, the folder is complete.
+        """
 
     @abstractmethod
     def load(self, path: str | os.PathLike[str]) -> None:

@@ -45,6 +45,7 @@ class MaxMetric:
 
 
 AnyMetric = Metric | MaxMetric
+"""A metric of either kind."""
 
 
 def combine_metrics(first: Mapping[str, AnyMetric], second: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:

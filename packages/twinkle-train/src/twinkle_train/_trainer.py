@@ -40,6 +40,7 @@ class TokenOutputs:
 
 
 ComputeLoss = Callable[[int, TokenOutputs], LossOutput]
+"""What an engine calls on each micro-batch: its index and outputs to the loss whose `sum` is run backward."""
 
 
 @dataclass

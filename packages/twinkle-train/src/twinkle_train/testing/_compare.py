@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +42,8 @@ def compare_numbers(what: str, actual: float, expected: float, atol: float, rtol
 
 def compare_tensors(
     what: str,
-    actual: Mapping[str, NDArray[np.float32]],
-    expected: Mapping[str, NDArray[np.float32]],
+    actual: Mapping[str, NDArray[np.floating[Any]]],
+    expected: Mapping[str, NDArray[np.floating[Any]]],
     *,
     rtol: float,
     atol: float,
@@ -68,6 +69,6 @@ def compare_tensors(
         raise AssertionError(f"{what}: {worst_name} differs by up to {worst_difference:.3g}, {worst_ratio:.3g} times what is allowed")
 
 
-def largest(tensors: Mapping[str, NDArray[np.float32]]) -> float:
+def largest(tensors: Mapping[str, NDArray[np.floating[Any]]]) -> float:
     """The largest absolute entry of all tensors."""
     return max(float(np.abs(tensor).max()) for tensor in tensors.values())

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Rows = Sequence[InputFeature]
-Tensors = Mapping[str, NDArray[np.float32]]
+Tensors = Mapping[str, NDArray[np.floating[Any]]]
 ALL = slice(None)
 
 
