@@ -61,7 +61,10 @@ class RankPool:
         if len(answers) == self.world_size and all(fine for fine, _ in answers.values()):
             return [answers[rank][1] for rank in range(self.world_size)]
         self.stop()
-        reports = [f"rank {rank}: " + (str(answers[rank][1]) if rank in answers else f"no answer in time\n{self._log(rank)}") for rank in range(self.world_size)]
+        reports = [
+            f"rank {rank}: " + (str(answers[rank][1]) if rank in answers else f"no answer in time\n{self._log(rank)}")
+            for rank in range(self.world_size)
+        ]
         raise RanksFailed(f"{function.__name__} failed on {self.world_size} ranks\n" + "\n".join(reports))
 
     def stop(self) -> None:

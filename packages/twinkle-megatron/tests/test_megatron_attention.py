@@ -68,10 +68,12 @@ def test_packed_zigzag_cuts_each_sequence_by_itself(attention: Any) -> None:
 def gathered_attention_on_rank() -> float:
     """Context parallel on two ranks: output and gradients against attention over the whole sequence; the largest difference."""
     import torch.distributed as dist
+
     from twinkle_megatron import cpu
 
     cpu.enable()
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from twinkle_megatron.cpu import _attention
 
     rank = dist.get_rank()
@@ -83,10 +85,11 @@ def gathered_attention_on_rank() -> float:
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, attention_dropout=0.0, context_parallel_size=2
     )
-    module = _attention.CpuCoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=dist.group.WORLD))
+    module: Any = _attention.CpuCoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=dist.group.WORLD))
     out = module(*local, None)
     out.square().sum().backward()
-    pairs = [(out, expected[mine]), *((x.grad, y.grad[mine]) for x, y in zip(local, whole, strict=True))]
+    gradients: Any = [x.grad for x in local], [x.grad for x in whole]
+    pairs = [(out, expected[mine]), *((x, y[mine]) for x, y in zip(*gradients, strict=True))]
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 

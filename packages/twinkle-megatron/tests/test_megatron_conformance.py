@@ -57,6 +57,8 @@ def test_two_ranks_pass_the_conformance_suite(name: str, two_ranks: Any, checkpo
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("sizes", [{"tp_size": 2, "pp_size": 2, "sequence_parallel": True}, {"dp_size": 2, "tp_size": 2}, {"dp_size": 2, "pp_size": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2, "pp_size": 2, "sequence_parallel": True}, {"dp_size": 2, "tp_size": 2}, {"dp_size": 2, "pp_size": 2}]
+)
 def test_four_ranks_pass_the_conformance_suite(sizes: dict[str, Any], four_ranks: Any, checkpoint: Any, tmp_path: Path) -> None:
     four_ranks.run(conform_on_rank, checkpoint("qwen3"), sizes, tmp_path / "saved", timeout_s=200)

@@ -5,10 +5,10 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from twinkle_megatron import RuleError
 from twinkle_megatron.cpu import GENERAL_RULES, SPECIAL_RULES, SUPPORTED_VERSION, GeneralRule, SpecialRule, rewrite
 
@@ -34,8 +34,8 @@ def test_a_special_rule_matches_exactly_once(rule: SpecialRule) -> None:
 
 
 @pytest.fixture(scope="module")
-def all_sources() -> Iterator[str]:
-    yield "\n".join(path.read_text() for path in sorted((megatron_folder() / "core").rglob("*.py")))
+def all_sources() -> str:
+    return "\n".join(path.read_text() for path in sorted((megatron_folder() / "core").rglob("*.py")))
 
 
 @pytest.mark.parametrize("rule", GENERAL_RULES, ids=lambda rule: rule.name)

@@ -27,7 +27,9 @@ SABOTAGE = {
 }
 
 
-def measure(trainer: Any, share: Callable[[list[Any]], list[Any]], rows: list[Any], micro_batch_size: int | None, optimizer: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    trainer: Any, share: Callable[[list[Any]], list[Any]], rows: list[Any], micro_batch_size: int | None, optimizer: dict[str, Any]
+) -> dict[str, Any]:
     """Two accumulating calls, gradients, their norm, one step of the optimizer, and the loss after it."""
     trainer.set_loss("cross_entropy")
     trainer.set_optimizer(**optimizer)
@@ -68,7 +70,7 @@ def train_on_rank(
     with ExitStack() as stack:
         stack.callback(trainer.close)
         if sabotage is not None:
-            stack.enter_context(mock.patch(SABOTAGE[sabotage], lambda *args, **kwargs: None))
+            stack.enter_context(mock.patch(SABOTAGE[sabotage], return_value=None))
         measured = measure(trainer, lambda part: part[mesh.get_slice(len(part), rank)], rows, micro_batch_size, optimizer)
         return measured | {"representatives": mesh.representatives()}
 
@@ -159,14 +161,18 @@ def test_virtual_stages_equal_the_reference(two_ranks: Any, checkpoint: Any, ref
         ({"dp_size": 2}, "gradients are not summed over dp"),
     ],
 )
-def test_a_reduction_left_out_is_noticed(sizes: dict[str, Any], sabotage: str, two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]) -> None:
+def test_a_reduction_left_out_is_noticed(
+    sizes: dict[str, Any], sabotage: str, two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]
+) -> None:
     path = checkpoint("qwen3", vocab_size=301)
     found = differences(two_ranks.run(train_on_rank, path, features, sizes, sabotage=sabotage), reference(path))
     assert found["gradients"] > 100 * GRADIENT_TOLERANCE, found
     assert found["norm"] > 10 * NORM_RELATIVE_TOLERANCE, found
 
 
-def test_batched_p2p_still_gives_wrong_gradients_with_virtual_stages_on_gloo(two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]) -> None:
+def test_batched_p2p_still_gives_wrong_gradients_with_virtual_stages_on_gloo(
+    two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]
+) -> None:
     # megatron-core 0.16.1. When this fails, _engine._base_options no longer needs to set batch_p2p_comm.
     path = checkpoint("qwen3", num_hidden_layers=4)
     wrong = {"batch_p2p_comm": True, "overlap_p2p_comm": False}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from twinkle_data import InputFeature, InputProcessor
 from twinkle_megatron import CheckpointError, LayoutError, MegatronModel, ModelNotFoundError, UnsupportedModelError
 from twinkle_mesh import DeviceMesh
@@ -172,6 +173,7 @@ def test_saving_over_a_checkpoint_replaces_it_whole(checkpoint: Any, build: Any,
 
 def test_large_checkpoints_are_written_in_shards_that_transformers_reads(checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any) -> None:
     from transformers import AutoModelForCausalLM
+
     from twinkle_megatron import _checkpoint
 
     monkeypatch.setattr(_checkpoint, "MAX_SHARD_BYTES", 200_000)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from twinkle_data import Batch, InputFeature
 from twinkle_train import InputError, num_micro_batches
 

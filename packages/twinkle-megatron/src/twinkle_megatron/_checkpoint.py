@@ -47,7 +47,9 @@ def save_checkpoint(weights: Iterator[tuple[str, torch.Tensor]], source: Path, t
         try:
             _write(weights, source, target, dtype)
         except OSError as error:
-            failure = [f"could not save to {target.absolute()}: {error.strerror or error}. Free space or choose another folder; nothing was replaced."]
+            failure = [
+                f"could not save to {target.absolute()}: {error.strerror or error}. Free space or choose another folder; nothing was replaced."
+            ]
     for _ in weights:
         # The other ranks, and rank 0 after an error: leaving the stream early would hang its peers.
         pass

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+
 from twinkle_mesh import DeviceMesh
 from twinkle_train import CallOrderError, ComputeLoss, ConfigError, OptimizerConfig, ReduceGroups, TokenOutputs
 
@@ -62,7 +63,7 @@ class Engine:
             raise
         self._bridge = bridge
         self._chunks: list[Any] = [self._wrap(chunk) for chunk in bare]
-        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._tp_group: Any = parallel_state.get_tensor_model_parallel_group()
 
     def _wrap(self, chunk: torch.nn.Module) -> torch.nn.Module:
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._distributed_optimizer)
@@ -72,7 +73,9 @@ class Engine:
     @property
     def groups(self) -> ReduceGroups:
         """Over which ranks totals are reduced."""
-        data, pipeline = parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+        # megatron-core's annotations are those of every kind of group at once.
+        data: Any = parallel_state.get_data_parallel_group()
+        pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
         return ReduceGroups(
             data=data if data.size() > 1 else None,
             pipeline=pipeline if pipeline.size() > 1 else None,
@@ -146,7 +149,9 @@ class Engine:
         """The 2-norm of the whole gradient, each weight counted once. Collective."""
         if self._distributed_optimizer:
             if self._optimizer is None:
-                raise CallOrderError("the gradient norm of sharded gradients (use_distributed_optimizer) needs the optimizer: call set_optimizer first")
+                raise CallOrderError(
+                    "the gradient norm of sharded gradients (use_distributed_optimizer) needs the optimizer: call set_optimizer first"
+                )
             return self._optimizer.grad_norm()
         gradients = [
             parameter.main_grad
@@ -154,7 +159,8 @@ class Engine:
             for parameter in chunk.parameters()
             if parameter.requires_grad and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
         ]
-        return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=parallel_state.get_model_parallel_group()))
+        group: Any = parallel_state.get_model_parallel_group()
+        return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=group))
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
         """Replaces the optimizer by a fresh one.

@@ -19,7 +19,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
             raise LayoutError(f"{name}={size}: MegatronModel has no such axis. It splits by dp_size, tp_size, pp_size and vpp_size.")
     for name, size in {"cp_size": mesh.cp_size, "ep_size": mesh.ep_size}.items():
         if size > 1:
-            raise LayoutError(f"{name}={size} is not supported by MegatronModel in this version: use dp_size, tp_size (with sequence_parallel) or pp_size.")
+            raise LayoutError(
+                f"{name}={size} is not supported by MegatronModel in this version: use dp_size, tp_size (with sequence_parallel) or pp_size."
+            )
 
 
 def check_divides(hf_config: Any, mesh: DeviceMesh) -> None:

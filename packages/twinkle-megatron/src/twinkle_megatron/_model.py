@@ -42,6 +42,7 @@ class MegatronModel(MegatronTrainer, WeightSender):
         model_id: str | os.PathLike[str],
         device_mesh: DeviceMesh | None = None,
         mixed_precision: MixedPrecision = "no",
+        remote_group: str | None = None,
         *,
         seed: int = 0,
         recompute: Recompute | None = None,
@@ -49,6 +50,7 @@ class MegatronModel(MegatronTrainer, WeightSender):
         transformer_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600,
     ) -> None:
+        del remote_group  # remote_class has read it
         super().__init__(
             model_id,
             device_mesh,

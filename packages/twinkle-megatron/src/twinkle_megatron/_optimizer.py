@@ -7,6 +7,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+
 from twinkle_train import OptimizerConfig
 
 

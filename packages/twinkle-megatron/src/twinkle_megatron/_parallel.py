@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+
 from twinkle_mesh import DeviceMesh
 
 from ._errors import LayoutError

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from twinkle_data import Batch, InputFeature, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
 from twinkle_train import ComputeLoss, ConfigError, Inputs, OptimizerConfig, TokenOutputs, TrainerBase, init_process_group, split_micro_batches

@@ -8,6 +8,7 @@ work is even). Here K and V are gathered over the cp group by a differentiable g
 Shape suffixes: S local tokens, B rows, N heads, D head size, K gathered tokens.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def packed_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> to
     bounds = cu_seqlens.tolist()
     if cp_size == 1:
         return torch.arange(bounds[-1])
-    return torch.cat([zigzag_positions((end - start) // cp_size, cp_size, cp_rank, start) for start, end in zip(bounds[:-1], bounds[1:], strict=True)])
+    return torch.cat([zigzag_positions((end - start) // cp_size, cp_size, cp_rank, start) for start, end in itertools.pairwise(bounds)])
 
 
 def packed_sequence_index(cu_seqlens: torch.Tensor) -> torch.Tensor:

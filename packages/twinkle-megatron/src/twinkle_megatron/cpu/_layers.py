@@ -1,7 +1,7 @@
 """Layers with TransformerEngine's names and parameter names, made of megatron-core's own torch layers.
 
-Hugging Face bridges and megatron-core's layer specs expect TransformerEngine's layout: the norm before a column-parallel linear layer is fused into it, as
-``layer_norm_weight``. TransformerEngine does not run without a GPU.
+Hugging Face bridges and megatron-core's layer specs expect TransformerEngine's layout: the norm before a column-parallel linear layer is
+fused into it, as ``layer_norm_weight``. TransformerEngine does not run without a GPU.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,10 @@ class CpuNorm:
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """A norm followed by a column-parallel linear layer, with TransformerEngine's parameter names. The norm runs on this rank's part of the sequence."""
+    """A norm followed by a column-parallel linear layer, with TransformerEngine's parameter names.
+
+    The norm runs on this rank's part of the sequence.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Callable[..., Any], **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, init_method=init_method, **options)
@@ -60,7 +63,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             prefix,
             {"weight": 0, "bias": 0},
             sharded_offsets,
-            tp_group=self.tp_group,
+            tp_group=self.tp_group,  # pyright: ignore[reportArgumentType]
             dp_cp_group=metadata["dp_cp_group"],
         )
 

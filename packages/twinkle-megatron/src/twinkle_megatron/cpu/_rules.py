@@ -75,7 +75,7 @@ GENERAL_RULES: tuple[GeneralRule, ...] = (
     ),
 )
 
-_UNEVEN_ALL_GATHER = '''def _uneven_all_gather(outputs, input_, group):
+_UNEVEN_ALL_GATHER = """def _uneven_all_gather(outputs, input_, group):
     longest = max(output.shape[0] for output in outputs)
     padded = input_.new_zeros((longest,) + tuple(input_.shape[1:]))
     padded[: input_.shape[0]] = input_
@@ -85,7 +85,7 @@ _UNEVEN_ALL_GATHER = '''def _uneven_all_gather(outputs, input_, group):
         output.copy_(buffer[: output.shape[0]])
 
 
-def _gather_along_first_dim('''
+def _gather_along_first_dim("""
 
 SPECIAL_RULES: tuple[SpecialRule, ...] = (
     SpecialRule(
@@ -151,9 +151,7 @@ SPECIAL_RULES: tuple[SpecialRule, ...] = (
         name="optimizer-step-key",
         module="megatron.core.optimizer.distrib_optimizer",
         old="                dst_tensors[key].copy_(tensors[key])\n\n    def get_parameter_state_dp_reshardable",
-        new=(
-            "                if key in tensors: dst_tensors[key].copy_(tensors[key])\n\n    def get_parameter_state_dp_reshardable"
-        ),
+        new=("                if key in tensors: dst_tensors[key].copy_(tensors[key])\n\n    def get_parameter_state_dp_reshardable"),
         why="torch's AdamW keeps 'step' in its state, which the saved tensors lack (KeyError on load)",
     ),
 )

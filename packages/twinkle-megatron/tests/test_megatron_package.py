@@ -1,0 +1,55 @@
+"""The package as users see it: its names, its errors, its README."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import twinkle_megatron
+
+ERRORS = [
+    (twinkle_megatron.PlatformError, RuntimeError),
+    (twinkle_megatron.RuleError, RuntimeError),
+    (twinkle_megatron.LayoutError, ValueError),
+    (twinkle_megatron.ModelNotFoundError, FileNotFoundError),
+    (twinkle_megatron.UnsupportedModelError, ValueError),
+    (twinkle_megatron.CheckpointError, OSError),
+]
+
+
+@pytest.mark.parametrize("module", [twinkle_megatron, twinkle_megatron.cpu])
+def test_all_is_sorted_and_documented(module: object) -> None:
+    names = getattr(module, "__all__")  # noqa: B009
+    assert names == sorted(names)
+    for name in names:
+        value = getattr(module, name)
+        assert isinstance(value, str | tuple) or (value.__doc__ or "").strip(), name
+
+
+@pytest.mark.parametrize(("kind", "stdlib"), ERRORS)
+def test_errors_are_the_stdlib_type_they_are_and_pickle(kind: type[Exception], stdlib: type[Exception]) -> None:
+    assert issubclass(kind, twinkle_megatron.MegatronError)
+    assert issubclass(kind, stdlib)
+    error = pickle.loads(pickle.dumps(kind("what and why")))
+    assert type(error) is kind
+    assert str(error) == "what and why"
+
+
+def test_the_readme_example_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.S)
+    names: dict[str, object] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    names["model"].close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_method_of_the_trainer_contract_is_remote() -> None:
+    from twinkle_remote._decorators import remote_methods
+    from twinkle_train import TrainModel
+
+    assert TrainModel.__abstractmethods__ <= set(remote_methods(twinkle_megatron.MegatronModel))
+
+
+def test_workers_on_a_cpu_see_no_gpu_and_compile_nothing() -> None:
+    assert twinkle_megatron.MegatronModel.__worker_env__("cpu") == {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert twinkle_megatron.MegatronModel.__worker_env__("cuda") == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
