@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, read_steps, twinkle
+from commands import SMALL, read_steps, twinkle
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, SMALL, read_steps, run_process, twinkle
+from commands import ROOT, SMALL, read_steps, run_process, twinkle
 
 pytestmark = pytest.mark.timeout(400)
 

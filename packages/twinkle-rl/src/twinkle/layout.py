@@ -72,9 +72,9 @@ def plan_layout(runtime: RuntimeConfig, actor: ActorConfig, sampler: SamplerConf
 
 def draw_layout(layout: Layout) -> str:
     """A drawing of the groups, their components and the data's way."""
-    components = [("MegatronModel", ACTOR, layout.actor_mesh)]
+    components: list[tuple[str, str, DeviceMesh | None]] = [("MegatronModel", ACTOR, layout.actor_mesh)]
     if layout.sampler_mesh is not None:
-        components.append(("vLLMSampler", SAMPLER, layout.sampler_mesh))
+        components.insert(0, ("vLLMSampler", SAMPLER, layout.sampler_mesh))
     return draw_topology(list(layout.groups), components)
 
 

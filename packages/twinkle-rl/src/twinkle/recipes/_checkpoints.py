@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,10 +43,10 @@ def write_tiny_qwen3(path: str | Path, tokenizer: PreTrainedTokenizerBase, *, se
         eos_token_id=cast("int | None", tokenizer.eos_token_id),
         pad_token_id=cast("int | None", tokenizer.pad_token_id),
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), without_progress_bars():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
-    model.save_pretrained(path)
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return Path(path)
 
@@ -64,17 +66,32 @@ def write_smollm2(path: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, name = str(source.parent), source.name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-    # The quantisation entry would make save_pretrained write a checkpoint that no longer loads.
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = type(loaded)(config)
-    model.load_state_dict(loaded.state_dict())
-    model.save_pretrained(path)
+    with without_progress_bars():
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        # The quantisation entry would make save_pretrained write a checkpoint that no longer loads.
+        config = loaded.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = type(loaded)(config)
+        model.load_state_dict(loaded.state_dict())
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers draws a bar for every load and save, into the run's own progress."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _smollm2_file() -> Path:

@@ -63,8 +63,8 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     layout = plan_layout(config.runtime, config.actor, config.sampler)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
     folder.write_json("config.json", config.model_dump(mode="json"))
-    console.print(draw_layout(layout), markup=False, highlight=False)
-    console.print(f"run folder: {folder.path}", markup=False, highlight=False)
+    console.print(draw_layout(layout), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"run folder: {folder.path}", markup=False, highlight=False, soft_wrap=True)
     task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
     record = _Record()
     with running(config, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
@@ -194,6 +194,7 @@ def _finish(folder: RunFolder, record: _Record, summary: dict[str, Any], console
         f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB; written to {folder.path}",
         markup=False,
         highlight=False,
+        soft_wrap=True,
     )
     if summary["warmup_in_range"] is False:
         console.print(f"the warm-up ended outside {HONEST_WARMUP}: this run's gain says little", style="yellow")
@@ -208,7 +209,7 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     layout = plan_layout(config.runtime, config.actor)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
     folder.write_json("config.json", config.model_dump(mode="json"))
-    console.print(draw_layout(layout), markup=False, highlight=False)
+    console.print(draw_layout(layout), markup=False, highlight=False, soft_wrap=True)
     with running(config, layout), Progress(config.steps, console) as progress:
         actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
         set_up_actor(actor, config)

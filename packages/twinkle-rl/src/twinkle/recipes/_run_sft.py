@@ -38,7 +38,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         raise ConfigError(f"the data has {len(conversations)} conversations, less than one batch of {config.batch_size}; lower --batch-size")
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft")
     folder.write_json("config.json", config.model_dump(mode="json"))
-    console.print(draw_layout(layout), markup=False, highlight=False)
+    console.print(draw_layout(layout), markup=False, highlight=False, soft_wrap=True)
     runtime = config.runtime
     with (
         PeakMemory() as memory,
@@ -71,7 +71,12 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         memory.sample()
     summary = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1], "seconds": time.perf_counter() - started}
     folder.write_json("summary.json", {**summary, "peak_memory_bytes": memory.peak_bytes})
-    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {summary['seconds']:.0f} s; written to {folder.path}", markup=False, highlight=False)
+    console.print(
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {summary['seconds']:.0f} s; written to {folder.path}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     return folder.path
 
 

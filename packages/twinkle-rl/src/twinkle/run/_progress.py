@@ -37,7 +37,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Print a message above the table."""
-        self._console.print(message, highlight=False)
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, row: dict[str, Any]) -> None:
         """Show one step's figures: the keys that `metrics.jsonl` has."""

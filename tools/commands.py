@@ -1,4 +1,4 @@
-"""Shared parts of the integration tests: they run the real command, with real Ray, megatron-core and vLLM, in processes of their own."""
+"""Run the `twinkle` command and the examples for the integration tests: they run the real command, with real Ray, megatron-core and vLLM, in processes of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 # Small enough for a test, large enough for a thousand sampled tokens a sync.
 SMALL = ["--task.size", "4000", "--task.held-out", "50", "--eval-every", "0", "--warmup.check-problems", "64"]
