@@ -1,4 +1,4 @@
-"""Run the `twinkle` command and the examples for the integration tests: they run the real command, with real Ray, megatron-core and vLLM, in processes of their own."""
+"""Run commands to their end, within a deadline: for tests that start the real `twinkle` command, with its real engines."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from twinkle._errors import ConfigError, TwinkleError
 from twinkle.config import GRPOConfig, SFTConfig
+from twinkle.run import say
 
 INTERRUPTED = 130
 
@@ -61,7 +62,7 @@ def _topology(options: Sequence[str], console: Console) -> int:
     config = GRPOConfig.load(options, prog="twinkle topology")
     from twinkle.layout import draw_layout, plan_layout
 
-    console.print(draw_layout(plan_layout(config.runtime, config.actor, config.sampler)), markup=False, highlight=False, soft_wrap=True)
+    say(console, draw_layout(plan_layout(config.runtime, config.actor, config.sampler)))
     return 0
 
 
@@ -83,5 +84,5 @@ def _user_errors() -> tuple[type[BaseException], ...]:
 
 def _fail(errors: Console, message: str, status: int) -> int:
     errors.print("error: ", style="bold red", end="")
-    errors.print(message, markup=False, highlight=False, soft_wrap=True)
+    say(errors, message)
     return status

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from twinkle.installed import PARTS, installed_version, missing_parts
 from twinkle.layout import cuda_device_count
+from twinkle.run import say
 
 
 def run_doctor(console: Console) -> int:
@@ -32,9 +33,7 @@ def run_doctor(console: Console) -> int:
     console.print(f"Ray cluster of the environment: {address}" if address else "no RAY_ADDRESS set: a run starts a Ray of its own")
     missing = missing_parts()
     for part in missing:
-        console.print(
-            f"missing for `twinkle grpo`: {part.distribution} ({part.purpose}): {part.install}", markup=False, highlight=False, soft_wrap=True
-        )
+        say(console, f"missing for `twinkle grpo`: {part.distribution} ({part.purpose}): {part.install}")
     if not missing:
         console.print("everything that `twinkle grpo` needs is here")
     return 1 if missing else 0

@@ -20,7 +20,7 @@ from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
 from twinkle.recipes._rollouts import INITIAL_POLICY, ROLLOUTS_FILE, read_rollouts, rollout_record
 from twinkle.recipes._task import Task, make_task
 from twinkle.recipes._warmup import WarmupResult, warm_up
-from twinkle.run import PeakMemory, Progress, RunFolder, write_curves
+from twinkle.run import PeakMemory, Progress, RunFolder, say, write_curves
 from twinkle_data import Template
 from twinkle_data.toy import toy_tokenizer
 from twinkle_remote import initialize
@@ -63,8 +63,8 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     layout = plan_layout(config.runtime, config.actor, config.sampler)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
     folder.write_json("config.json", config.model_dump(mode="json"))
-    console.print(draw_layout(layout), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"run folder: {folder.path}", markup=False, highlight=False, soft_wrap=True)
+    say(console, draw_layout(layout))
+    say(console, f"run folder: {folder.path}")
     task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
     record = _Record()
     with running(config, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
@@ -188,13 +188,11 @@ def _finish(folder: RunFolder, record: _Record, summary: dict[str, Any], console
     evaluations = [{"step": step, "sampled": result.sampled, "greedy": result.greedy} for step, result in record.evaluations]
     with folder.writing("curves.png") as path:
         write_curves(path, record.steps, evaluations)
-    console.print(
+    say(
+        console,
         f"held-out exact match: sampled {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}, "
         f"greedy {summary['eval_greedy_before']:.3f} -> {summary['eval_greedy_after']:.3f}; "
         f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_bytes'] / 2**30:.1f} GiB; written to {folder.path}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     if summary["warmup_in_range"] is False:
         console.print(f"the warm-up ended outside {HONEST_WARMUP}: this run's gain says little", style="yellow")
@@ -209,7 +207,7 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     layout = plan_layout(config.runtime, config.actor)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
     folder.write_json("config.json", config.model_dump(mode="json"))
-    console.print(draw_layout(layout), markup=False, highlight=False, soft_wrap=True)
+    say(console, draw_layout(layout))
     with running(config, layout), Progress(config.steps, console) as progress:
         actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
         set_up_actor(actor, config)

@@ -15,7 +15,7 @@ from twinkle.layout import build_trainer, draw_layout, plan_layout
 from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._warmup import set_up_sft, sft_step
-from twinkle.run import PeakMemory, RunFolder
+from twinkle.run import PeakMemory, RunFolder, say
 from twinkle_data import DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
 from twinkle_remote import initialize
@@ -38,7 +38,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         raise ConfigError(f"the data has {len(conversations)} conversations, less than one batch of {config.batch_size}; lower --batch-size")
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft")
     folder.write_json("config.json", config.model_dump(mode="json"))
-    console.print(draw_layout(layout), markup=False, highlight=False, soft_wrap=True)
+    say(console, draw_layout(layout))
     runtime = config.runtime
     with (
         PeakMemory() as memory,
@@ -71,12 +71,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         memory.sample()
     summary = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1], "seconds": time.perf_counter() - started}
     folder.write_json("summary.json", {**summary, "peak_memory_bytes": memory.peak_bytes})
-    console.print(
-        f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {summary['seconds']:.0f} s; written to {folder.path}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {summary['seconds']:.0f} s; written to {folder.path}")
     return folder.path
 
 

@@ -3,6 +3,6 @@
 from twinkle.run._curves import write_curves
 from twinkle.run._folder import RunFolder
 from twinkle.run._memory import PeakMemory
-from twinkle.run._progress import Progress
+from twinkle.run._progress import Progress, say
 
-__all__ = ["PeakMemory", "Progress", "RunFolder", "write_curves"]
+__all__ = ["PeakMemory", "Progress", "RunFolder", "say", "write_curves"]

@@ -10,6 +10,11 @@ from rich.live import Live
 from rich.table import Table
 
 
+def say(console: Console, message: str) -> None:
+    """Print a message as it is: no markup, no highlighting, no wrapping (it may hold a path or an option)."""
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
 class Progress:
     """Shows the last steps of a run as a table that follows along, and messages above it.
 
@@ -37,7 +42,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Print a message above the table."""
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, message)
 
     def step(self, row: dict[str, Any]) -> None:
         """Show one step's figures: the keys that `metrics.jsonl` has."""
