@@ -15,7 +15,7 @@ def test_help_and_no_command(capsys):
     ("argv", "message"),
     [
         (["gpro"], "unknown command gpro: did you mean grpo?"),
-        (["grpo", "--stepz", "3"], "did you mean --steps?"),
+        (["grpo", "--stepz", "3"], "did you mean --steps"),
         (["grpo", "--model", "no/such/folder"], "there is no such folder; give the folder of a Hugging Face checkpoint"),
         (["sft", "--dataset", "absent.jsonl"], "there is no such file; give a JSONL file"),
         (["grpo", "--replay", "no/such/run"], "give the folder of a run that was made with --record"),
