@@ -20,6 +20,9 @@ from twinkle_mesh import DeviceGroup
 class Echo:
     """The component."""
 
+    def __init__(self, remote_group: str | None = None) -> None:
+        self.group = remote_group
+
     @tr.remote_function(dispatch="all", collect="first", lazy_collect=False)
     def echo(self, value: Any) -> Any:
         return value

@@ -3,6 +3,7 @@
 from twinkle_remote._decorators import remote_class, remote_function
 from twinkle_remote._errors import (
     CallTimeoutError,
+    ClusterConnectionError,
     CollectError,
     ComponentLostError,
     DecorationError,
@@ -27,6 +28,7 @@ from twinkle_remote._state import current_runtime, held_port, in_worker, rendezv
 
 __all__ = [
     "CallTimeoutError",
+    "ClusterConnectionError",
     "CollectError",
     "ComponentLostError",
     "DecorationError",

@@ -35,7 +35,7 @@ def initialize(
     trace: a file for the timeline of all calls, for Perfetto.
 
     Raises GroupError for groups that do not fit the mode; in mode 'ray' MissingRayError, `twinkle_mesh.PlacementError` (the cluster is too
-    small; before anything is started) and PlacementTimeoutError.
+    small; before anything is started), ClusterConnectionError, StartTimeoutError and PlacementTimeoutError.
     """
     _state.check_not_initialized()
     if mode == "local":

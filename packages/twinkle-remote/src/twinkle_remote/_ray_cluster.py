@@ -5,12 +5,13 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
 
 from twinkle_mesh import Node, visible_devices_variable
-from twinkle_remote._errors import RuntimeStateError
+from twinkle_remote._errors import ClusterConnectionError, RuntimeStateError, StartTimeoutError
 from twinkle_remote._ray_api import ray
 
 logger = logging.getLogger("twinkle_remote")
@@ -19,6 +20,7 @@ DEFAULT_OBJECT_STORE_BYTES = 512 << 20
 # Ray 2.60 makes sockets at <folder>/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store; Linux allows 107 bytes.
 _MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _END_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 def this_machine() -> Node:
@@ -27,45 +29,62 @@ def this_machine() -> Node:
     listed = os.environ.get(variable) if variable is not None else None
     ids = [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")] if listed is not None else None
     if ids is None:
-        ids = [str(index) for index in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+        # The driver's own list; sandboxes without it still have the device files.
+        found = list(Path("/proc/driver/nvidia/gpus").glob("*")) or list(Path("/dev").glob("nvidia[0-9]*"))
+        ids = [str(index) for index in range(len(found))]
     return Node("this machine", num_gpus=len(ids), num_cpus=len(os.sched_getaffinity(0)), gpu_ids=ids)
 
 
 class Cluster:
     """A connection to Ray. Use `start` or `connect`."""
 
-    def __init__(self, folder: Path | None, *, owns_connection: bool) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self._owns_connection = owns_connection
         self._open = True
 
     @classmethod
-    def start(cls, machine: Node, object_store_bytes: int | None) -> "Cluster":
-        """Start a local Ray for this process."""
+    def start(cls, machine: Node, object_store_bytes: int | None, start_timeout_s: float) -> "Cluster":
+        """Start a local Ray for this process. Raises StartTimeoutError."""
         _check_not_connected()
-        cluster = cls(_session_parent(), owns_connection=True)
-        try:
-            ray.init(
-                address="local",
-                num_cpus=int(machine.num_cpus),
-                num_gpus=machine.num_gpus,
-                object_store_memory=DEFAULT_OBJECT_STORE_BYTES if object_store_bytes is None else object_store_bytes,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(cluster.folder),
-            )
-        except BaseException:
-            cluster.close()
-            raise
-        return cluster
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        deadline = time.monotonic() + start_timeout_s
+        while True:
+            cluster = cls(_session_parent())
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=int(machine.num_cpus),
+                    num_gpus=machine.num_gpus,
+                    object_store_memory=DEFAULT_OBJECT_STORE_BYTES if object_store_bytes is None else object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(cluster.folder),
+                )
+                return cluster
+            except BaseException as error:
+                cluster.close(end_timeout_s=0)
+                # Ray 2.60 gives its raylet 30 s, fixed, and then raises a bare Exception; an overloaded machine may need longer.
+                if type(error) is not Exception:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise StartTimeoutError(
+                        f"the local Ray did not start within {start_timeout_s:g} s ({error}): is the machine overloaded? Raise start_timeout_s"
+                    ) from error
 
     @classmethod
     def connect(cls, address: str) -> "Cluster":
-        """Join a Ray that runs already; raises ConnectionError if there is none."""
+        """Join a Ray that runs already. Raises ClusterConnectionError if there is none."""
         _check_not_connected()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        return cls(None, owns_connection=True)
+        _check_answers(address)
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError) as error:
+            raise ClusterConnectionError(
+                f"there is no Ray cluster at address={address!r}: start one with 'ray start --head'. Ray says: {error}"
+            ) from error
+        return cls(None)
 
     def nodes(self) -> list[Node]:
         """The cluster's living nodes."""
@@ -87,16 +106,18 @@ class Cluster:
                 return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
         return ""
 
-    def close(self) -> None:
-        """Disconnect; end a Ray that was started here, with all its processes, and remove its folder."""
+    def close(self, end_timeout_s: float = _END_TIMEOUT_S) -> None:
+        """Disconnect; end a Ray that was started here, with all its processes, and remove its folder.
+
+        end_timeout_s: seconds after which processes that have not ended are killed.
+        """
         if not self._open:
             return
         self._open = False
         owned = _ray_processes(self.folder) if self.folder is not None else set[tuple[int, str]]()
-        if self._owns_connection:
-            ray.shutdown()
+        ray.shutdown()
         if self.folder is not None:
-            _end(owned)
+            _end(owned, end_timeout_s)
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.folder.exists():  # a process wrote a last line while the folder was removed
                 time.sleep(0.2)
@@ -108,6 +129,17 @@ def _check_not_connected() -> None:
         raise RuntimeStateError(
             "this process has called ray.init() itself: leave that to initialize('ray', address=...), or call ray.shutdown() first"
         )
+
+
+def _check_answers(address: str) -> None:
+    """Raises ClusterConnectionError if nothing listens there. Ray 2.60 itself takes minutes to find out."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:  # 'auto', or a URL
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ClusterConnectionError(f"there is no Ray cluster at address={address!r} ({error}): start one with 'ray start --head'") from error
 
 
 def _session_parent() -> Path:
@@ -150,9 +182,9 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-def _end(processes: set[tuple[int, str]]) -> None:
+def _end(processes: set[tuple[int, str]], timeout_s: float) -> None:
     """Wait until the processes have ended; end those by force that do not."""
-    deadline = time.monotonic() + _END_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while left := {(pid, start) for pid, start in processes if (stat := _stat(pid)) is not None and stat[1] == start}:
         if time.monotonic() > deadline:
             for pid, _ in left:

@@ -53,6 +53,7 @@ class RayComponent:
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a remote method on the workers."""
+        self._open_runtime()
         self._raise_uncollected()
         args = tuple(_at_hand(arg) for arg in args)
         kwargs = {name: _at_hand(value) for name, value in kwargs.items()}

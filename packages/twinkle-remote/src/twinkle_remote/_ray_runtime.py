@@ -60,7 +60,7 @@ class RayRuntime:
             # Planned first: a machine that is too small is told so before anything is started.
             machine = _ray_cluster.this_machine()
             self.plan: PlacementPlan | None = plan_placement(self.groups.values(), [machine], cpus_per_rank=cpus_per_rank)
-            self._cluster = _ray_cluster.Cluster.start(machine, object_store_bytes)
+            self._cluster = _ray_cluster.Cluster.start(machine, object_store_bytes, start_timeout_s)
         else:
             self._cluster = _ray_cluster.Cluster.connect(address)
         atexit.register(self.shutdown)
