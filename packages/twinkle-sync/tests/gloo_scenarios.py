@@ -90,6 +90,11 @@ class Rank:
             verify=True,
         )
 
+    def lose(self) -> None:
+        transport = self.source._send_transport
+        assert isinstance(transport, GlooTransport)
+        transport.__class__ = LossyTransport
+
     def transfer(self, version: int) -> Any:
         if self.rank == 0:
             self.source.version = version
@@ -157,7 +162,7 @@ def lost_bucket(rank: int, world_size: int, address: Any) -> Any:
     me = Rank(rank, world_size, address, timeout_s=5.0)
     if rank == 0:
         LossyTransport.drop = 2
-        me.source._send_transport.__class__ = LossyTransport
+        me.lose()
     return me.transfer(1)
 
 
@@ -165,7 +170,7 @@ def lost_end(rank: int, world_size: int, address: Any) -> Any:
     me = Rank(rank, world_size, address, timeout_s=3.0)
     if rank == 0:
         LossyTransport.stop_at = 4
-        me.source._send_transport.__class__ = LossyTransport
+        me.lose()
         me.transfer(1)
         time.sleep(5.0)
         return None

@@ -29,7 +29,7 @@ class CheckpointFolder(WeightSender):
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, file by file, in the order in which it is stored."""
         for file in self._files:
-            reader: Any
-            with safe_open(str(file), framework="pt") as reader:  # pyright: ignore[reportUnknownVariableType]
+            opened: Any = safe_open(str(file), framework="pt")
+            with opened as reader:
                 for name in reader.offset_keys():
                     yield name, reader.get_tensor(name)

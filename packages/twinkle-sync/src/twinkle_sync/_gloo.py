@@ -1,11 +1,12 @@
 """The transport between processes on CPUs: broadcasts over a gloo group of its own."""
 
+import importlib
 import socket
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from twinkle_remote import held_port
 
@@ -13,6 +14,7 @@ from ._deadline import Deadline
 from ._errors import ChannelMisuse, PeerFailed, SyncError, TransferCorrupted
 from ._messages import Abort, End, Message, decode, encode
 
+dist: Any = importlib.import_module("torch.distributed")  # its C++ part, used here, has no stubs
 _MAGIC = 0x7477_6B31  # "twk1": tells a header from stray bytes
 _MAX_JSON_BYTES = 1 << 30
 
@@ -26,8 +28,8 @@ class GlooTransport:
     """
 
     def __init__(self) -> None:
-        self._store: dist.Store | None = None
-        self._group: dist.ProcessGroupGloo | None = None
+        self._store: Any = None
+        self._group: Any = None
         self._sequence = 0
 
     def listen(self, deadline: Deadline) -> str:
@@ -51,10 +53,10 @@ class GlooTransport:
             if self._store is None:
                 self._store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=_left(deadline, what))
             self._store.set_timeout(_left(deadline, what))
-            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage]
+            options = dist.ProcessGroupGloo._Options()
             # Not gloo's default, which resolves the host name: in containers that often is an address that peers cannot reach.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, int(port)))]  # pyright: ignore[reportPrivateUsage]
-            options._timeout = _left(deadline, what)  # pyright: ignore[reportPrivateUsage]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, int(port)))]
+            options._timeout = _left(deadline, what)
             self._group = dist.ProcessGroupGloo(self._store, rank, world_size, options)
         except RuntimeError as error:
             if isinstance(error, SyncError):
@@ -93,7 +95,7 @@ class GlooTransport:
         what = f"message {self._sequence} of the weight transfer from the trainer"
         header = torch.zeros(5, dtype=torch.int64)
         self._broadcast(header, what, deadline)
-        magic, kind, sequence, json_bytes, payload_bytes = header.tolist()
+        magic, kind, sequence, json_bytes, payload_bytes = cast("list[int]", header.tolist())  # pyright: ignore[reportUnknownMemberType]
         if magic != _MAGIC or not 0 <= json_bytes < _MAX_JSON_BYTES or payload_bytes < 0:
             self.close()
             raise TransferCorrupted(f"{what}: these bytes are no message header; sender and receiver are out of step")

@@ -3,6 +3,7 @@
 import hashlib
 import zlib
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +26,7 @@ def checksum(data: torch.Tensor, start: int = 0) -> int:
 
     About 3 GiB/s on one core, and sure to notice any error burst of up to 32 bits.
     """
-    return zlib.crc32(memoryview(data.numpy()), start) if data.numel() else start
+    return zlib.crc32(memoryview(cast(Any, data.numpy())), start) if data.numel() else start
 
 
 class Ledger:

@@ -1,7 +1,6 @@
 """The driver's side: one object that keeps a sampler's weights equal to a trainer's."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from ._receiver import WeightReceiver
 from ._sender import WeightSender
 
 _GRACE_S = 10.0  # the workers' own deadlines fire first: they say more
-_ROOT_CAUSE_S = 2.0  # how long to look for the error behind "the other side failed"
+_SETTLE_S = 5.0  # after a failure, how long the other side gets to end too
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +141,11 @@ class CheckpointEngineManager:
             received, sent = receive(), send()
         try:
             gather(received, sent, timeout_s=self._timeout_s + _GRACE_S)
-        except PeerFailed as error:
-            raise (_root_cause(sent, received) or error) from error
+        except Exception as error:
+            cause = _root_cause(error, received, sent)
+            if cause is error:
+                raise
+            raise cause from error
         return _agreed(_as_list(received.get()), plan.version, channel.num_receivers)
 
 
@@ -170,14 +172,15 @@ def _agreed(receipts: list[TransferReceipt], version: int, expected: int) -> Tra
     return receipts[0]
 
 
-def _root_cause(*results: LazyResult) -> Exception | None:
-    """The error of the side that failed first, when the other side's "peer failed" was seen before it."""
-    attempts: list[Callable[[], Any]] = [lambda result=result: result.get(timeout_s=_ROOT_CAUSE_S) for result in results]
-    for attempt in attempts:
+def _root_cause(first: Exception, *results: LazyResult) -> Exception:
+    """What went wrong, when one side's failure shows on the other as a lost peer or a timeout, maybe before its own error is seen.
+
+    Collecting both results also keeps their errors from turning up at a later, unrelated call.
+    """
+    failures = [first]
+    for result in results:
         try:
-            attempt()
-        except (PeerFailed, TimeoutError):
-            continue
+            result.get(timeout_s=_SETTLE_S)
         except Exception as error:
-            return error
-    return None
+            failures.append(error)
+    return next((failure for failure in failures if not isinstance(failure, PeerFailed | TimeoutError)), first)

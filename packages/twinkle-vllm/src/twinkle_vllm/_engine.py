@@ -36,8 +36,9 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
 def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_type: str, rank: int, logprobs_at_temperature: bool) -> "LLM":
     """An in-process `vllm.LLM` of the model.
 
-    The dtype defaults to the model's own (vLLM would run a float32 model in bfloat16). On a CPU, `enforce_eager` and `kv_cache_memory_bytes` (256 MiB) get defaults: vLLM would otherwise compile, and reserve most of the machine's
-    memory. Every rank gets another seed, or equal prompts on two ranks would get equal samples.
+    The dtype defaults to the model's own (vLLM would run a float32 model in bfloat16). On a CPU, `enforce_eager` and
+    `kv_cache_memory_bytes` (256 MiB) get defaults: vLLM would otherwise compile, and reserve most of the machine's memory. Every rank
+    gets another seed, or equal prompts on two ranks would get equal samples.
 
     Raises EngineSettingError for an argument that vLLM does not know or that this sampler decides itself.
     """

@@ -1,6 +1,6 @@
 """From `twinkle_data.SamplingParams` to vLLM's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ def resolve_params(given: SamplingParams | Mapping[str, Any] | None, num_samples
         known = [field.name for field in fields(SamplingParams)]
         if unknown := sorted(set(given) - set(known)):
             raise SamplingOptionError(f"unknown sampling options {unknown}; known are {known}")
-        given = _checked(lambda: SamplingParams(**given))
+        options = {str(name): value for name, value in given.items()}
+        given = _checked(lambda: SamplingParams(**options))
     elif not isinstance(given, SamplingParams):
         raise SamplingOptionError(f"sampling_params is a {type(given).__name__}; give a twinkle SamplingParams or a mapping of its fields")
     return given if num_samples is None else _checked(lambda: replace(given, num_samples=num_samples))
@@ -73,7 +74,7 @@ def scoring_params() -> "EngineParams":
     return EngineParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
-def _checked(build: Any) -> SamplingParams:
+def _checked(build: Callable[[], SamplingParams]) -> SamplingParams:
     try:
         return build()
     except DataError as error:

@@ -154,7 +154,7 @@ class vLLMSampler(WeightReceiver):
         return self._engine.reset_prefix_cache()
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Stream a complete set of weights (Hugging Face names) into the engine; no request runs meanwhile, no cached prefix survives.
+        """Stream a complete set of weights (Hugging Face names) into the engine; no request runs meanwhile, no prefix stays cached.
 
         Raises IncompleteWeights when a tensor of the model's folder is missing.
         """

@@ -1,0 +1,162 @@
+"""The manager with trainer and sampler in one process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from twinkle_remote import initialize, remote_class
+from twinkle_sync import (
+    ChannelMisuse,
+    CheckpointEngineManager,
+    CheckpointFolder,
+    Deadline,
+    TransferCorrupted,
+    WeightReceiver,
+    WeightSender,
+    WeightSink,
+    WeightSource,
+    WeightsUnavailable,
+    make_transport,
+)
+
+
+@remote_class()
+class Trainer(WeightSender):
+    def __init__(self) -> None:
+        self.weights = {"a": torch.zeros(40), "b": torch.ones(3, 3)}
+        self.fail = False
+        self.iterations = 0
+
+    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.iterations += 1
+        yield "a", self.weights["a"]
+        if self.fail:
+            raise ZeroDivisionError("the export failed")
+        yield "b", self.weights["b"]
+
+
+@remote_class()
+class Sampler(WeightReceiver):
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.fail = False
+        self.stop_early = False
+
+    def load_weights(self, tensors, version) -> None:
+        for name, tensor in tensors:
+            if self.fail:
+                raise ArithmeticError("the loader failed")
+            self.weights[name] = tensor
+            if self.stop_early:
+                return
+
+    def sample(self) -> float:
+        self.require_weights()
+        return sum(tensor.sum().item() for tensor in self.weights.values())
+
+
+@pytest.fixture(autouse=True)
+def _local():
+    with initialize("local"):
+        yield
+
+
+def test_weights_arrive_and_versions_count_up():
+    trainer, sampler = Trainer(), Sampler()
+    assert isinstance(trainer, WeightSource)
+    assert isinstance(sampler, WeightSink)
+    manager = CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=64)
+    assert (manager.version, manager.is_stale, sampler.weight_version()) == (0, True, 0)
+    first = manager.sync_weights()
+    assert (first.version, first.num_tensors, first.size_bytes) == (1, 2, 4 * 49)
+    assert sampler.sample() == 9.0
+    trainer.weights["a"] += 1
+    second = manager.sync_weights()
+    assert sampler.sample() == 49.0
+    assert (second.version, manager.version, sampler.weight_version(), manager.is_stale) == (2, 2, 2, False)
+    assert second.digest != first.digest
+    assert manager.sync_weights().digest == second.digest
+
+
+def test_what_the_sampler_got_does_not_follow_the_trainers_memory():
+    trainer, sampler = Trainer(), Sampler()
+    CheckpointEngineManager(model=trainer, sampler=sampler).sync_weights()
+    trainer.weights["a"] += 1
+    assert sampler.sample() == 9.0
+
+
+def test_a_source_that_raises_passes_its_own_exception_and_the_sampler_refuses_until_a_sync_succeeds():
+    trainer, sampler = Trainer(), Sampler()
+    manager = CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=64)
+    manager.sync_weights()
+    trainer.fail = True
+    with pytest.raises(ZeroDivisionError, match="the export failed"):
+        manager.sync_weights()
+    assert manager.is_stale
+    assert manager.version == 1
+    with pytest.raises(WeightsUnavailable, match=r"version 2 .*the export failed.*call sync_weights\(\) until it succeeds"):
+        sampler.sample()
+    with pytest.raises(WeightsUnavailable):
+        sampler.weight_version()
+    trainer.fail = False
+    assert manager.sync_weights().version == 3
+    assert sampler.sample() == 9.0
+
+
+def test_a_loader_that_raises_or_stops_early_leaves_the_sampler_refusing():
+    trainer, sampler = Trainer(), Sampler()
+    manager = CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=64)
+    sampler.fail = True
+    with pytest.raises(ArithmeticError, match="the loader failed"):
+        manager.sync_weights()
+    with pytest.raises(WeightsUnavailable, match="the loader failed"):
+        sampler.sample()
+    sampler.fail, sampler.stop_early = False, True
+    with pytest.raises(TransferCorrupted, match="before it had read all tensors"):
+        manager.sync_weights()
+    with pytest.raises(WeightsUnavailable):
+        sampler.sample()
+    sampler.stop_early = False
+    manager.sync_weights()
+    assert sampler.sample() == 9.0
+
+
+def test_weights_are_exported_once_for_each_sync():
+    trainer = Trainer()
+    manager = CheckpointEngineManager(model=trainer, sampler=Sampler())
+    manager.sync_weights()
+    manager.sync_weights()
+    assert trainer.iterations == 2
+
+
+def test_two_managers_can_serve_one_trainer_in_turn():
+    trainer, first, second = Trainer(), Sampler(), Sampler()
+    CheckpointEngineManager(model=trainer, sampler=first).sync_weights()
+    CheckpointEngineManager(model=trainer, sampler=second).sync_weights()
+    assert first.sample() == second.sample() == 9.0
+
+
+def test_a_checkpoint_folder_is_a_source(tmp_path):
+    save_file({"b": torch.ones(3, 3), "a": torch.full((4,), 2.0)}, tmp_path / "model.safetensors")
+    sampler = Sampler()
+    report = CheckpointEngineManager(model=CheckpointFolder(tmp_path), sampler=sampler).sync_weights()
+    assert report.num_tensors == 2
+    assert sampler.sample() == 17.0
+    with pytest.raises(ChannelMisuse, match=r"has no \*.safetensors file"):
+        CheckpointFolder(tmp_path / "nothing")
+
+
+def test_misuse_is_an_early_error_that_says_what_to_do():
+    with pytest.raises(ChannelMisuse, match="model=Sampler cannot take part in a weight transfer: its class must inherit WeightSender"):
+        CheckpointEngineManager(model=Sampler(), sampler=Sampler())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ChannelMisuse, match=r"sampler=Trainer .* must inherit WeightReceiver"):
+        CheckpointEngineManager(model=Trainer(), sampler=Trainer())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ChannelMisuse, match="timeout_s is 0"):
+        CheckpointEngineManager(model=Trainer(), sampler=Sampler(), timeout_s=0)
+    with pytest.raises(ChannelMisuse, match=r"no transport is called 'pigeon'; known are \['gloo', 'memory'\]"):
+        make_transport("pigeon")
+    transport = make_transport("memory")
+    with pytest.raises(ChannelMisuse, match="the memory transport does not leave it, use gloo"):
+        transport.connect("memory-none", 1, 2, Deadline(1))
