@@ -182,6 +182,48 @@ def test_batched_p2p_still_gives_wrong_gradients_with_virtual_stages_on_gloo(
     assert found["gradients"] > 100 * GRADIENT_TOLERANCE, found
 
 
+def fail_on_rank(path: Path, rows: list[Any], sizes: dict[str, Any], failing_length: int) -> tuple[str, float]:
+    """A loss that fails on some micro-batches: the error of this rank, and the loss of the next call."""
+    from twinkle_megatron._trainer import MegatronTrainer
+    from twinkle_mesh import DeviceMesh
+    from twinkle_train import CrossEntropyLoss, LossInput, LossOutput, TrainError
+
+    def loss(inputs: LossInput) -> LossOutput:
+        if inputs.logprobs_BT.shape[1] == failing_length:
+            raise ZeroDivisionError("the loss is broken")
+        return CrossEntropyLoss()(inputs)
+
+    mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
+    trainer = MegatronTrainer(path, mesh)
+    share = rows[mesh.get_slice(len(rows), int(os.environ["RANK"]))]
+    trainer.set_loss(loss)
+    try:
+        trainer.forward_backward(share, 1)
+    except (TrainError, ZeroDivisionError) as error:
+        failure = type(error).__name__
+    else:
+        failure = "none"
+    trainer.zero_grad()
+    trainer.set_loss("cross_entropy")
+    after = trainer.forward_backward(share, 1).loss
+    trainer.close()
+    assert after is not None
+    return failure, after
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "last"), [({"pp_size": 2}, "PeerError", "ZeroDivisionError"), ({"dp_size": 2}, "PeerError", "ZeroDivisionError")]
+)
+def test_a_loss_that_fails_on_one_rank_hangs_no_other(
+    sizes: dict[str, Any], first: str, last: str, two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]
+) -> None:
+    # With a pipeline every micro-batch has the length of the longest row, 21; the fifth of seven rows, which the second data rank has.
+    path = checkpoint("qwen3", vocab_size=301)
+    answers = two_ranks.run(fail_on_rank, path, features, sizes, 21)
+    assert [failure for failure, _ in answers] == [first, last]
+    assert all(abs(loss - reference(path)["losses"][0]) < LOSS_TOLERANCE for _, loss in answers)
+
+
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp2 pp2": ("qwen3", {"tp_size": 2, "pp_size": 2}, {"micro_batch_size": 2}),
     "tp2 pp2 sp": ("qwen2", {"tp_size": 2, "pp_size": 2, "sequence_parallel": True}, {"micro_batch_size": 2}),

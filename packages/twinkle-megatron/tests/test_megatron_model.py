@@ -81,8 +81,10 @@ def test_wrong_options_are_refused(checkpoint: Any, build: Any) -> None:
         MegatronModel(path, mixed_precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="recompute"):
         MegatronModel(path, recompute="some")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModelError, match="no nonsense"):
+    with pytest.raises(ConfigError, match="TransformerConfig has no nonsense"):
         MegatronModel(path, transformer_options={"nonsense": 1})
+    with pytest.raises(ConfigError, match="sequence_parallel follow from device_mesh"):
+        MegatronModel(path, transformer_options={"sequence_parallel": True})
     with pytest.raises(ConfigError, match="padding_side='right'"):
         build(path).set_processor(InputProcessor(padding_side="left"))
     with pytest.raises(ConfigError, match="'adam' and 'adamw' only"):
@@ -93,6 +95,11 @@ def test_packed_rows_are_refused_and_not_silently_mixed(checkpoint: Any, build: 
     packed = InputFeature(input_ids=[5, 6, 7, 8], position_ids=[0, 1, 0, 1])
     with pytest.raises(InputError, match=r"inputs\[0\]\.position_ids.*packed"):
         build(checkpoint("qwen3")).forward_only([packed])
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(checkpoint: Any, build: Any) -> None:
+    with pytest.raises(InputError, match=r"inputs\[1\]\.input_ids has the token 301, .* vocabulary has 301"):
+        build(checkpoint("qwen3", vocab_size=301)).forward_only([InputFeature(input_ids=[300]), InputFeature(input_ids=[301, 1])])
 
 
 def test_two_models_give_bit_identical_logprobs(checkpoint: Any, build: Any, features: list[Any]) -> None:

@@ -66,15 +66,21 @@ def make_micro_batches(
     return micro_batches + [replace(micro_batches[-1], is_filler=True)] * (-len(micro_batches) % multiple_of)
 
 
-def refuse_packed(inputs: Sequence[InputFeature]) -> None:
-    """megatron-core's rotary embedding counts the tokens of a row and ignores position_ids: packed rows would be silently wrong.
+def check_features(features: Sequence[InputFeature], vocab_size: int) -> None:
+    """Refuses rows that would train silently wrong.
 
     Raises:
-        InputError: positions other than 0, 1, 2, ...
+        InputError: positions other than 0, 1, 2, ... (megatron-core's rotary embedding counts the tokens of a row and ignores them), or
+            tokens beyond the vocabulary (the padded one of tensor parallelism has some that mean nothing).
     """
-    for index, feature in enumerate(inputs):
+    for index, feature in enumerate(features):
         if feature.position_ids is not None and not np.array_equal(feature.position_ids, np.arange(len(feature.input_ids))):
             raise InputError(
                 f"inputs[{index}].position_ids are not 0, 1, 2, ...: packed rows are not supported by MegatronModel in this version; "
                 "give one sequence a row and leave position_ids out."
+            )
+        if feature.input_ids.max() >= vocab_size:
+            raise InputError(
+                f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has {vocab_size}: "
+                "encode with the tokenizer of this model."
             )

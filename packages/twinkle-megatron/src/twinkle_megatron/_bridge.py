@@ -1,8 +1,8 @@
 """Between Hugging Face checkpoints and megatron-core models: one interface, and mbridge behind it."""
 
 import contextlib
-import dataclasses
 import io
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +123,8 @@ class MBridge:
     def __init__(self, hf_config: Any, dtype: torch.dtype, tp_size: int) -> None:
         self._hf_config = hf_config
         self._dtype = dtype
+        # megatron-core 0.16.1 warns of the default of its own cuda_graph_scope whenever a configuration is made.
+        warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
         divisible_by = tp_size if hf_config.vocab_size % tp_size else None
         self._bridge: Any = _dense_bridge_class(hf_config.model_type)(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisible_by)
 
@@ -160,23 +162,23 @@ class MBridge:
                 yield from self._bridge._weight_name_mapping_mcore_to_hf(name)
 
     def export_weights(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight, whole, once, as a copy that later steps do not change."""
+        """Every weight, whole, once; each may share memory with the model and stays as it is until the next one is asked for."""
         return self._export(chunks)
 
     def export_gradients(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every gradient, whole, once, as a copy."""
+        """Every gradient, whole, once, as in :meth:`export_weights`."""
         from mbridge.core.util import unwrap_model
 
         return self._export([_gradients_of(unwrap_model(chunk)) for chunk in chunks])
 
+    @torch.no_grad()
     def _export(self, chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         exported: set[str] = set()
-        with torch.no_grad():
-            for name, tensor in self._bridge.export_weights(chunks):
-                # A tied head is on the last stage as well as the first.
-                if name not in exported:
-                    exported.add(name)
-                    yield name, tensor.detach().clone()
+        for name, tensor in self._bridge.export_weights(chunks):
+            # A tied head is on the last stage as well as the first.
+            if name not in exported:
+                exported.add(name)
+                yield name, tensor.detach()
 
 
 def check_same_model(path: Path, ours: Any) -> None:
@@ -250,18 +252,3 @@ def _dense_bridge_class(model_type: str) -> type:
             }
 
     return DenseBridge
-
-
-def transformer_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks that each name is a field of megatron-core's TransformerConfig.
-
-    Raises:
-        UnsupportedModelError: an unknown name.
-    """
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise UnsupportedModelError(f"TransformerConfig of megatron-core has no {', '.join(unknown)}.")
-    return dict(options)

@@ -105,7 +105,8 @@ def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, t
         if shard and size + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
             shard, size = {}, 0
-        shard[name] = tensor.cpu().contiguous()
+        # A copy of its own: safetensors refuses tensors that are parts of one storage, as gate and up are here.
+        shard[name] = tensor.to("cpu", copy=True).contiguous()
         size += tensor.nbytes
     if shard:
         yield shard

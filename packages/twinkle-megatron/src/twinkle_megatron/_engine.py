@@ -1,5 +1,6 @@
 """The megatron-core side of the trainer: builds the model, runs it, owns its optimizer. Imported only once the platform is chosen."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from twinkle_mesh import DeviceMesh
 from twinkle_train import CallOrderError, ComputeLoss, ConfigError, OptimizerConfig, ReduceGroups, TokenOutputs
 
 from . import _parallel
 from ._batches import MicroBatch
-from ._bridge import Bridge, MBridge, transformer_options
+from ._bridge import Bridge, MBridge
 from ._logprobs import vocab_parallel_logprobs
 from ._optimizer import Optimizer, gather_sharded_gradients, reduce_gradients
 from ._schedule import run_schedule
@@ -56,7 +58,7 @@ class Engine:
         _parallel.acquire(mesh, id(self), seed=seed, timeout_s=timeout_s)
         try:
             bridge: Bridge = MBridge(hf_config, dtype, mesh.tp_size)
-            bare = bridge.build(_base_options(mesh) | transformer_options(options))
+            bare = bridge.build(_base_options(mesh) | checked_options(options))
             bridge.load(bare, path)
         except BaseException:
             _parallel.release(id(self))
@@ -199,6 +201,38 @@ class Engine:
         if self._distributed_optimizer:
             gather_sharded_gradients(self._chunks)
         return self._bridge.export_gradients(self._chunks)
+
+
+_OWNED = (
+    "bf16",
+    "calculate_per_token_loss",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "fp16",
+    "params_dtype",
+    "perform_initialization",
+    "pipeline_dtype",
+    "pipeline_model_parallel_size",
+    "sequence_parallel",
+    "tensor_model_parallel_size",
+    "variable_seq_lengths",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's fields of megatron-core's TransformerConfig.
+
+    Raises:
+        ConfigError: a name that it does not have, or one that follows from the mesh, the precision or the trainer contract.
+    """
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(f"transformer_options: megatron-core's TransformerConfig has no {', '.join(unknown)}")
+    if owned := sorted(set(options) & set(_OWNED)):
+        raise ConfigError(f"transformer_options: {', '.join(owned)} follow from device_mesh, mixed_precision and the trainer contract; set those")
+    return dict(options)
 
 
 def _base_options(mesh: DeviceMesh) -> dict[str, Any]:

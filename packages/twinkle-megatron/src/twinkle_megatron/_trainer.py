@@ -16,7 +16,7 @@ from twinkle_mesh import DeviceMesh, launcher_world_size
 from twinkle_train import ComputeLoss, ConfigError, Inputs, OptimizerConfig, TokenOutputs, TrainerBase, init_process_group, split_micro_batches
 
 from . import cpu
-from ._batches import make_micro_batches, pipeline_micro_batches, refuse_packed
+from ._batches import check_features, make_micro_batches, pipeline_micro_batches
 from ._bridge import check_same_model, find_checkpoint, read_config
 from ._checkpoint import save_checkpoint
 from ._errors import LayoutError, PlatformError
@@ -141,7 +141,7 @@ class MegatronTrainer(TrainerBase):
 
     def _features(self, inputs: Inputs) -> list[InputFeature]:
         features = super()._features(inputs)
-        refuse_packed(features)
+        check_features(features, self._hf_config.vocab_size)
         return features
 
     def _micro_batches(self, features: list[InputFeature], micro_batch_size: int | None) -> list[Batch]:
@@ -180,7 +180,7 @@ class MegatronTrainer(TrainerBase):
 
 def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:
     keep = torch.distributed.get_rank() == 0
-    return {name: tensor.float().cpu().numpy() for name, tensor in tensors if keep}
+    return {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in tensors if keep}
 
 
 def _on_this_machine(mesh: DeviceMesh) -> DeviceMesh:

@@ -8,6 +8,7 @@ Where a GPU is used it is never switched on: there megatron-core runs unmodified
 
 import importlib.metadata
 import sys
+import warnings
 
 import torch
 
@@ -50,6 +51,9 @@ def enable() -> None:
     if torch.cuda.is_initialized():
         raise PlatformError("CUDA is in use in this process, where megatron-core runs unmodified: use the CPU platform in a process of its own.")
     sys.meta_path.insert(0, RewritingFinder(_cuda_standin.build()))
-    from . import _install
+    with warnings.catch_warnings():
+        # megatron-core warns several times that it falls back to torch: that is what this platform is.
+        warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed|Transformer Engine and Apex")
+        from . import _install
 
-    _install.install()
+        _install.install()
