@@ -217,7 +217,7 @@ def fail_on_rank(path: Path, rows: list[Any], sizes: dict[str, Any], failing_len
 def test_a_loss_that_fails_on_one_rank_hangs_no_other(
     sizes: dict[str, Any], first: str, last: str, two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]
 ) -> None:
-    # With a pipeline every micro-batch has the length of the longest row, 21; the fifth of seven rows, which the second data rank has.
+    # The row of 21 tokens is the fifth of seven: the second data rank has it.
     path = checkpoint("qwen3", vocab_size=301)
     answers = two_ranks.run(fail_on_rank, path, features, sizes, 21)
     assert [failure for failure, _ in answers] == [first, last]
