@@ -47,6 +47,13 @@ ENDS_IN_AN_ERROR = (
     + """
 import ray
 if len(sys.argv) > 1:  # a second driver on the cluster of the first
+    cores = len(os.sched_getaffinity(0))
+    try:  # the first driver holds a part of a core
+        tr.initialize("ray", groups=[DeviceGroup("all", cores, "cpu")], address=sys.argv[1], cpus_per_rank=1.0, start_timeout_s=2)
+    except tr.PlacementTimeoutError as error:
+        assert f"device group 'all' its {cores} places within 2 s" in str(error), error
+    else:
+        raise AssertionError("the cluster gave a place that is taken")
     with tr.initialize("ray", groups=GROUPS, address=sys.argv[1]):
         print("second", Part(remote_group="g").work().get())
     sys.exit()
