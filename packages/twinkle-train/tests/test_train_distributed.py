@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,8 +133,8 @@ def _pipelines():
     """Four ranks: two data ranks (even, odd), two stages (0 and 1 first, 2 and 3 last)."""
     init_process_group("cpu", 60)
     rank = dist.get_rank()
-    pipelines = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    data = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    pipelines: list[Any] = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    data: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     return rank, ReduceGroups(data=data[rank // 2], pipeline=pipelines[rank % 2], last_stage=rank % 2 + 2)
 
 

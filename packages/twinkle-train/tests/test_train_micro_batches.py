@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -74,7 +76,7 @@ def test_the_loss_sees_shifted_values_and_outputs_come_back_aligned():
     ]
     batch = InputProcessor()(features)
     logprobs_BT = torch.arange(8.0).reshape(2, 4)
-    inputs = loss_input_from_batch(batch, logprobs_BT, None)
+    inputs: Any = loss_input_from_batch(batch, logprobs_BT, None)
     assert inputs.mask_BT.tolist() == [[0, 1, 0.5, 0], [1, 0, 0, 0]]
     np.testing.assert_allclose(inputs.old_logprobs_BT[inputs.mask_BT > 0], [-0.7, -0.8, -0.6], rtol=1e-6)
     np.testing.assert_allclose(inputs.ref_logprobs_BT[inputs.mask_BT > 0], [-1.7, -1.8, -1.6], rtol=1e-6)
@@ -98,7 +100,7 @@ def test_outputs_of_a_mesh_are_joined_once_a_data_group_in_data_order():
         last = mesh.is_last_stage(rank)
         mine = [np.full(3, 10 * mesh.data_rank(rank) + i, np.float32) for i in range(2)]
         results.append(ModelOutput(loss=1.5, loss_weight=12.0, logprobs=mine if last else None, entropy=None, metrics={"entropy": 2.0}))
-    output = collect_model_output(results, mesh)
+    output: Any = collect_model_output(results, mesh)
     assert [row[0] for row in output.logprobs] == [0, 1, 10, 11]
     assert (output.loss, output.loss_weight, output.metrics, output.entropy) == (1.5, 12.0, {"entropy": 2.0}, None)
 
@@ -109,4 +111,5 @@ def test_outputs_that_some_data_ranks_lack_are_refused():
         collect_model_output([some, ModelOutput()], DeviceMesh.from_sizes(dp_size=2))
     with pytest.raises(InputError, match="2 results for a mesh of 4"):
         collect_model_output([some, some], DeviceMesh.from_sizes(dp_size=4))
-    assert len(collect_model_output([some, some], None).logprobs) == 2
+    joined: Any = collect_model_output([some, some], None)
+    assert len(joined.logprobs) == 2

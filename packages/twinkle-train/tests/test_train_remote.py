@@ -1,5 +1,7 @@
 """The remote methods of the contract, on real Ray workers and in process."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from twinkle_train import CallOrderError, ReduceGroups, TrainerBase, init_proces
 from twinkle_train.testing import ReferenceTrainer, conformance, random_features
 
 
-def _remote_trainer():
+def _remote_trainer() -> Any:
     """Made in a function, so that Ray sends the class to its workers by value: they cannot import this file."""
 
     class DataParallel(ReferenceTrainer):
@@ -33,7 +35,7 @@ def _remote_trainer():
 @pytest.mark.timeout(180)
 def test_a_remote_trainer_of_two_data_ranks_conforms_from_its_driver(checkpoint):
     groups = [DeviceGroup(name="actor", ranks=2, device_type="cpu")]
-    rows = random_features((7, 12, 5, 16, 9))
+    rows = random_features((7, 12, 5, 16, 9, 11, 6))
     reference = ReferenceTrainer(checkpoint)
     with twinkle_remote.initialize("ray", groups=groups, threads_per_worker=1):
         trainer = _remote_trainer()(str(checkpoint), device_mesh=DeviceMesh.from_sizes(dp_size=2), remote_group="actor")
@@ -42,6 +44,7 @@ def test_a_remote_trainer_of_two_data_ranks_conforms_from_its_driver(checkpoint)
         conformance.check_loss_and_gradients(trainer, reference, rows, micro_batch_size=2)
         conformance.check_sgd_step(trainer, reference, rows, steps=2, max_grad_norm=1.0)
         conformance.check_metrics(trainer, rows)
+        conformance.check_accumulation_equals_one_batch(trainer, rows)
         with pytest.raises(CallOrderError, match="forward_backward"):
             trainer.step()
 
@@ -56,9 +59,10 @@ def test_in_process_the_remote_methods_return_values(checkpoint):
     assert trainer.forward_backward(rows).loss == plain.forward_backward(rows).loss
     assert trainer.clip_grad_and_step(1.0) == plain.clip_grad_and_step(1.0)
     assert trainer.calculate_metric() == plain.calculate_metric()
-    lazy = trainer.forward_only(rows)
+    lazy: Any = trainer.forward_only(rows)
     assert isinstance(lazy, LazyResult)
-    np.testing.assert_array_equal(lazy.get().logprobs[0], plain.forward_only(rows).logprobs[0])
+    want: Any = plain.forward_only(rows)
+    np.testing.assert_array_equal(lazy.get().logprobs[0], want.logprobs[0])
 
 
 def test_making_methods_remote_leaves_the_base_class_alone():

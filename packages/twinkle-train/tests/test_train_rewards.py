@@ -1,3 +1,5 @@
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,7 @@ def test_wrong_rewards_are_refused(rewards, num_samples, options, error, message
         group_advantages(rewards, num_samples, **options)
 
 
-def _response(*texts: str, stop_reason: str = "stop") -> SampleResponse:
+def _response(*texts: str, stop_reason: Literal["stop", "length"] = "stop") -> SampleResponse:
     feature = InputFeature(input_ids=[1, 2])
     sequences = [SampledSequence(tokens=[2], logprobs=[-1.0], stop_reason=stop_reason, decoded=text, new_input_feature=feature) for text in texts]
     return SampleResponse(sequences=sequences, prompt_token_ids=[1])

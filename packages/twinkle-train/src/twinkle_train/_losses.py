@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -142,20 +142,28 @@ def resolve_loss(loss: str | type | Callable[[LossInput], LossOutput], **kwargs:
     Raises ConfigError for an unknown name, keywords that the class does not take, or keywords beside an instance.
     """
     if isinstance(loss, str):
-        named = _LOSSES.get(loss) or {cls.__name__: cls for cls in _LOSSES.values()}.get(loss)
-        if named is None:
-            raise ConfigError(f"unknown loss {loss!r}; known are {', '.join(sorted(_LOSSES))}. For your own, give the class or an instance")
-        loss = named
+        return _make(_named(loss), kwargs)
     if isinstance(loss, type):
-        try:
-            made: Any = loss(**kwargs)
-        except TypeError as error:
-            raise ConfigError(f"{loss.__name__} cannot be made from {kwargs}: {error}") from error
-        if not callable(made):
-            raise ConfigError(f"{loss.__name__} is not a loss: it has no __call__(inputs: LossInput) -> LossOutput")
-        return made
+        return _make(loss, kwargs)
     if not callable(loss):
         raise ConfigError(f"a loss is a name, a class or a callable, got {type(loss).__name__}")
     if kwargs:
         raise ConfigError(f"options {sorted(kwargs)} given beside a ready loss; set them where it is made")
-    return loss
+    return cast(Loss, loss)
+
+
+def _named(name: str) -> type:
+    named = _LOSSES.get(name) or {cls.__name__: cls for cls in _LOSSES.values()}.get(name)
+    if named is None:
+        raise ConfigError(f"unknown loss {name!r}; known are {', '.join(sorted(_LOSSES))}. For your own, give the class or an instance")
+    return named
+
+
+def _make(cls: type, kwargs: dict[str, object]) -> Loss:
+    try:
+        made: Any = cls(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{cls.__name__} cannot be made from {kwargs}: {error}") from error
+    if not callable(made):
+        raise ConfigError(f"{cls.__name__} is not a loss: it has no __call__(inputs: LossInput) -> LossOutput")
+    return made

@@ -150,15 +150,15 @@ def check_accumulation_equals_one_batch(
 ) -> None:
     """Gradients of two unequal calls equal those of one call with all rows: sums accumulate, the division comes last.
 
-    Needs at least two rows in the share.
+    Needs two rows in the share; a remote trainer needs three a data rank.
     """
     mine = list(rows[share])
     _set_up(trainer)
     trainer.forward_backward(mine)
     whole, whole_norm = trainer.export_gradients(), trainer.clip_grad_norm(float("inf"))
     trainer.zero_grad()
-    trainer.forward_backward(mine[:1])
-    trainer.forward_backward(mine[1:])
+    for part in _parts(mine):
+        trainer.forward_backward(part)
     compare_numbers("gradient norm of two calls", trainer.clip_grad_norm(float("inf")), whole_norm, 0, tolerance.norm)
     _compare_gradients("gradients of two calls and of one", trainer.export_gradients(), whole, main, tolerance)
     _clear(trainer)
@@ -216,7 +216,7 @@ def check_forward_only_disturbs_nothing(
     trainer: TrainModel, rows: Rows, *, share: slice = ALL, main: bool = True, tolerance: Tolerance = FP32
 ) -> None:
     """forward_only, of other rows, between forward and calculate_loss and between accumulated calls changes neither loss nor gradients."""
-    others = list(rows[share][:1])  # their loss differs from that of all rows
+    others, _ = _parts(rows[share])  # their loss differs from that of all rows
     _set_up(trainer)
     trainer.forward(rows[share])
     want = trainer.calculate_loss()
@@ -273,12 +273,12 @@ def check_first_ratio_is_one(trainer: TrainModel, rows: Rows, *, share: slice = 
 
 
 def check_metrics(trainer: TrainModel, rows: Rows, *, share: slice = ALL, tolerance: Tolerance = FP32) -> None:
-    """calculate_metric is the weighted mean over the calls since the last one, and then forgets. Needs two rows in the share."""
+    """calculate_metric is the weighted mean over the calls since the last one, and then forgets. Needs rows as above."""
     mine = list(rows[share])
     _set_up(trainer)
     trainer.set_optimizer("sgd", lr=0.0)
     trainer.calculate_metric()
-    outputs = [collected(trainer.forward_backward(part)) for part in (mine[:1], mine[1:])]
+    outputs = [collected(trainer.forward_backward(part)) for part in _parts(mine)]
     norm = trainer.clip_grad_and_step(0.5)
     metrics = trainer.calculate_metric()
     weight = sum(output.loss_weight for output in outputs)
@@ -400,6 +400,12 @@ def expect_call_order_error(what: str, call: Callable[[], object], *, naming: st
             raise AssertionError(f"{what}: the error does not name {naming}: {error}") from error
         return
     raise AssertionError(f"{what} was accepted; it must be a CallOrderError that names {naming}")
+
+
+def _parts(rows: Rows) -> tuple[list[InputFeature], list[InputFeature]]:
+    """Two parts of unequal size and weight: a third (at least one row), and the rest."""
+    first = max(1, len(rows) // 3)
+    return list(rows[:first]), list(rows[first:])
 
 
 def _set_up(*trainers: TrainModel) -> None:
