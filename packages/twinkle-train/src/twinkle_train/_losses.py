@@ -164,6 +164,6 @@ def _make(cls: type, kwargs: dict[str, object]) -> Loss:
         made: Any = cls(**kwargs)
     except TypeError as error:
         raise ConfigError(f"{cls.__name__} cannot be made from {kwargs}: {error}") from error
-    if not callable(made):
+    if not isinstance(made, Loss):
         raise ConfigError(f"{cls.__name__} is not a loss: it has no __call__(inputs: LossInput) -> LossOutput")
     return made
