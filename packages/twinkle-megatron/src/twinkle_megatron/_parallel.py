@@ -1,8 +1,9 @@
 """megatron-core's process groups for a mesh. Imported only once the platform is chosen.
 
-megatron-core keeps one set of groups in a process (``parallel_state``). Models with equal sizes share it; the last one to close lets it go.
+megatron-core keeps one set of groups in a process (``parallel_state``). Models with equal sizes share it, one after the other too.
 """
 
+import gc
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -57,8 +58,8 @@ def acquire(mesh: DeviceMesh, user: int, *, seed: int, timeout_s: float) -> None
             f"this process already holds a MegatronModel with {_in_use.layout}, and megatron-core has one layout a process: "
             f"close() that model before building one with {layout}, or put the two into different groups."
         )
-    if not _in_use.users:
-        parallel_state.destroy_model_parallel()
+    if _in_use.layout != layout:
+        _destroy_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp_size,
             pipeline_model_parallel_size=layout.pp_size,
@@ -69,6 +70,18 @@ def acquire(mesh: DeviceMesh, user: int, *, seed: int, timeout_s: float) -> None
         _in_use.layout = layout
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     _in_use.users.add(user)
+
+
+def _destroy_groups() -> None:
+    """Ends the groups of the layout before. megatron-core 0.16.1 only forgets them, and every gloo group keeps three threads, one of which polls."""
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]  # pyright: ignore[reportPrivateUsage]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    _in_use.layout = None
+    del groups
+    gc.collect()  # the closed models point to the groups in cycles, and the threads end with the last reference
 
 
 def release(user: int) -> None:
