@@ -42,7 +42,7 @@ def run_moe(ep_size: int, rank: int, rows: list[int], *, grouped: bool = True) -
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     model = GPTModel(config, spec, VOCAB, 64, position_embedding_type="rope")
     local = NUM_EXPERTS // ep_size
     names = {name: global_name(name, rank * local) for name, _ in model.named_parameters()}

@@ -68,27 +68,42 @@ def test_in_one_process_the_weights_that_are_handed_over_are_those_of_the_step(c
 
 @pytest.fixture(scope="module")
 def ray_runtime() -> Iterator[None]:
-    groups = [DeviceGroup("actor", 2, "cpu"), DeviceGroup("sampler", 1, "cpu")]
+    groups = [DeviceGroup("actor", 2, "cpu"), DeviceGroup("sampler", 1, "cpu"), DeviceGroup("four", 4, "cpu")]
     with initialize("ray", groups=groups, threads_per_worker=1, start_timeout_s=180):
         yield
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("ray_runtime")
-def test_two_ray_workers_pass_the_conformance_suite_and_send_their_weights(checkpoint: Any, features: list[Any], tmp_path: Path) -> None:
+def test_two_ray_workers_equal_the_reference_and_send_their_weights(checkpoint: Any, features: list[Any], tmp_path: Path) -> None:
     from twinkle_train.testing import ReferenceTrainer, conformance
 
     path = checkpoint("qwen3")
     mesh = DeviceMesh.from_sizes(tp_size=2, sequence_parallel=True)
     model, recorder = megatron_model(path, device_mesh=mesh, remote_group="actor"), Recorder(remote_group="sampler")
     reference = ReferenceTrainer(path)
-    conformance.run_all(model, reference, tmp_path / "saved")
+    conformance.check_logprobs(model, reference, features)
+    conformance.check_loss_and_gradients(model, reference, features, micro_batch_size=2)
+    conformance.check_sgd_step(model, reference, features)
+    conformance.check_save(model, tmp_path / "saved")
     losses, weights, received = trained_and_sent(model, recorder, features)
     assert losses[1] < losses[0]
     assert same(weights, received)
     assert model.get_train_configs()["mesh"]["device_type"] == "cpu"
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("ray_runtime")
+def test_four_ray_workers_pass_the_conformance_suite(checkpoint: Any, tmp_path: Path) -> None:
+    from twinkle_train.testing import ReferenceTrainer, conformance
+
+    path = checkpoint("qwen3")
+    model = megatron_model(path, device_mesh=DeviceMesh.from_sizes(dp_size=2, pp_size=2), remote_group="four")
+    conformance.run_all(model, ReferenceTrainer(path), tmp_path / "saved", has_graph=False)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(200)
 @pytest.mark.usefixtures("ray_runtime")
 def test_an_error_on_the_workers_reaches_the_driver_as_itself(checkpoint: Any) -> None:
