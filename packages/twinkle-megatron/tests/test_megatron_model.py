@@ -1,5 +1,6 @@
 """MegatronModel in one process: errors, precision, checkpoints, determinism."""
 
+import gc
 import json
 import shutil
 from collections.abc import Iterator
@@ -117,7 +118,34 @@ def test_a_second_layout_in_one_process_is_refused_until_the_first_is_closed(che
     # The world has one process, so that only the order of the two checks is bent here.
     object.__setattr__(other, "world_size", 1)
     with pytest.raises(LayoutError, match=r"close\(\) that model"):
-        _parallel.acquire(other, 1, seed=0, timeout_s=60)
+        _parallel.acquire(other, seed=0, timeout_s=60)
+
+
+def test_a_forgotten_model_lets_its_layout_go(checkpoint: Any) -> None:
+    from twinkle_megatron import _parallel
+
+    before = set(_parallel._in_use.users)
+    model = MegatronModel(checkpoint("qwen3"))
+    assert len(_parallel._in_use.users) == len(before) + 1
+    del model
+    gc.collect()
+    assert _parallel._in_use.users == before
+
+
+def test_sharded_optimizer_states_change_nothing_and_can_be_made_anew(checkpoint: Any, build: Any, features: list[Any]) -> None:
+    weights = []
+    for sharded in (False, True):
+        model = build(checkpoint("qwen3"), use_distributed_optimizer=sharded)
+        model.set_loss("cross_entropy")
+        for _ in range(2):
+            # A large eps: Adam divides by a gradient's size, and so amplifies the rounding of small ones.
+            model.set_optimizer("adamw", lr=1e-3, eps=1e-3)
+            for _ in range(2):
+                model.forward_backward(features)
+                model.clip_grad_and_step(1.0)
+        weights.append(model.export_weights())
+    # The two sum the norm over other pieces, so that the clipping factors differ in the last place.
+    assert max(float(np.abs(weights[0][name] - weights[1][name]).max()) for name in weights[0]) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The megatron-core side of the trainer: builds the model, runs it, owns its optimizer. Imported only once the platform is chosen."""
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,14 @@ class Engine:
         self._distributed_optimizer = distributed_optimizer
         self._optimizer: Optimizer | None = None
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        _parallel.acquire(mesh, id(self), seed=seed, timeout_s=timeout_s)
+        # A model that is forgotten instead of closed lets the layout go, too.
+        self._release = weakref.finalize(self, _parallel.release, _parallel.acquire(mesh, seed=seed, timeout_s=timeout_s))
         try:
             bridge: Bridge = MBridge(hf_config, dtype, mesh.tp_size)
             bare = bridge.build(_base_options(mesh) | checked_options(options))
             bridge.load(bare, path)
         except BaseException:
-            _parallel.release(id(self))
+            self._release()
             raise
         self._bridge = bridge
         self._chunks: list[Any] = [self._wrap(chunk) for chunk in bare]
@@ -87,7 +89,7 @@ class Engine:
 
     def close(self) -> None:
         """Lets another layout be built in this process."""
-        _parallel.release(id(self))
+        self._release()
 
     # Running.
 

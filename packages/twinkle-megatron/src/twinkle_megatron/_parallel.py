@@ -4,6 +4,8 @@ megatron-core keeps one set of groups in a process (``parallel_state``). Models 
 """
 
 import gc
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -33,19 +35,22 @@ class Layout:
 class _InUse:
     layout: Layout | None = None
     users: set[int] = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
 
 _in_use = _InUse()
 
 
-def acquire(mesh: DeviceMesh, user: int, *, seed: int, timeout_s: float) -> None:
+def acquire(mesh: DeviceMesh, *, seed: int, timeout_s: float) -> int:
     """Creates the groups of a mesh, or joins those of another model with the same layout. Collective over all ranks.
 
     Args:
         mesh: its world size must be that of torch.distributed.
-        user: an id of the model, for :func:`release`.
         seed: of the generators of dropout.
         timeout_s: how long a collective may wait for its peers.
+
+    Returns:
+        A number for :func:`release`.
 
     Raises:
         LayoutError: another layout is in use in this process, or the mesh has another number of ranks than the group.
@@ -69,7 +74,9 @@ def acquire(mesh: DeviceMesh, user: int, *, seed: int, timeout_s: float) -> None
         )
         _in_use.layout = layout
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    user = next(_in_use.numbers)
     _in_use.users.add(user)
+    return user
 
 
 def _destroy_groups() -> None:
