@@ -122,14 +122,13 @@ def test_a_second_layout_in_one_process_is_refused_until_the_first_is_closed(che
 
 
 def test_a_forgotten_model_lets_its_layout_go(checkpoint: Any) -> None:
-    from twinkle_megatron import _parallel
-
-    before = set(_parallel._in_use.users)
     model = MegatronModel(checkpoint("qwen3"))
-    assert len(_parallel._in_use.users) == len(before) + 1
+    from twinkle_megatron import _parallel  # not before the model has chosen the platform
+
+    assert _parallel._in_use.users
     del model
     gc.collect()
-    assert _parallel._in_use.users == before
+    assert not _parallel._in_use.users
 
 
 def test_sharded_optimizer_states_change_nothing_and_can_be_made_anew(checkpoint: Any, build: Any, features: list[Any]) -> None:
