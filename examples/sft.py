@@ -38,7 +38,6 @@ def train(model_dir: str) -> None:
         for step, batch in zip(range(1, args.steps + 1), dataloader, strict=False):
             output = model.forward_backward(template.batch_encode(batch))
             model.clip_grad_and_step(1.0)
-            model.lr_step()
             print(f"step {step}  loss {output.loss:.7f}", flush=True)
 
 

@@ -197,7 +197,6 @@ def train_step(actor: MegatronModel, features: list[InputFeature], config: GRPOC
     """One update on a batch; returns the trainer's metrics of it."""
     actor.forward_backward(features, micro_batch_size=config.actor.micro_batch_size)
     actor.clip_grad_and_step(config.max_grad_norm)
-    actor.lr_step()
     return dict(actor.calculate_metric())
 
 

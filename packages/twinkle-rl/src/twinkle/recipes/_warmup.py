@@ -42,7 +42,6 @@ def sft_step(
     features = template.batch_encode(batch)
     loss = actor.forward_backward(features, micro_batch_size=micro_batch_size).loss
     actor.clip_grad_and_step(max_grad_norm)
-    actor.lr_step()
     return loss
 
 
