@@ -193,7 +193,7 @@ def test_what_cannot_be_sampled_is_refused_and_named(sampler, prompts):
 def test_errors_of_construction_come_before_the_engine(tmp_path, models):
     with pytest.raises(ModelNotFound, match=r"there is no model folder"):
         vLLMSampler(tmp_path / "absent")
-    with pytest.raises(ModelNotFound, match="no config.json"):
+    with pytest.raises(ModelNotFound, match=r"no config.json"):
         vLLMSampler(tmp_path)
     folder = models["old"][0]
     for args, message in (
