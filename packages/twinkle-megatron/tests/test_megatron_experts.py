@@ -17,7 +17,9 @@ def run_moe(ep_size: int, rank: int, rows: list[int], *, grouped: bool = True) -
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    parallel_state.destroy_model_parallel()
+    from twinkle_megatron import _parallel
+
+    _parallel._destroy_groups()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep_size, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
@@ -54,7 +56,7 @@ def run_moe(ep_size: int, rank: int, rows: list[int], *, grouped: bool = True) -
     logits = model(tokens, torch.arange(6).expand_as(tokens), None)
     logits.square().sum().backward()
     gradients = {names[name]: parameter.grad for name, parameter in model.named_parameters() if ".experts." in name and parameter.grad is not None}
-    parallel_state.destroy_model_parallel()
+    _parallel._destroy_groups()
     return logits.detach(), gradients
 
 

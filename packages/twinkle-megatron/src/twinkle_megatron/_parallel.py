@@ -63,7 +63,8 @@ def acquire(mesh: DeviceMesh, *, seed: int, timeout_s: float) -> int:
             f"this process already holds a MegatronModel with {_in_use.layout}, and megatron-core has one layout a process: "
             f"close() that model before building one with {layout}, or put the two into different groups."
         )
-    if _in_use.layout != layout:
+    # The second: another user of megatron-core in this process may have destroyed the groups.
+    if _in_use.layout != layout or not parallel_state.model_parallel_is_initialized():
         _destroy_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp_size,
