@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import time
 import weakref
 from collections import Counter
@@ -178,6 +179,10 @@ class RayRuntime:
                 "LOCAL_WORLD_SIZE": str(sum(other.node_index == slot.node_index for other in slots)),
                 "OMP_NUM_THREADS": str(self._threads_per_worker or max(1, int(node.num_cpus) // on_node[slot.node_index])),
             }
+            if group.device_type == "cpu":
+                # Groups share the cores, and a thread that spins at a barrier takes them from whom it waits for: on two cores with one
+                # other busy process, a training step of two threads took four times as long.
+                environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
             seen[slot.node_index] += 1
             identity = Identity(
                 component_id=component.number,

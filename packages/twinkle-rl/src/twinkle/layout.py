@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 from twinkle._errors import ConfigError
 from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig
 from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
+from twinkle_remote import initialize
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
@@ -104,3 +107,18 @@ def build_sampler(model: Path, layout: Layout, config: GRPOConfig) -> vLLMSample
         "seed": config.seed,
     }
     return vLLMSampler(str(model), engine_args=engine_args, device_mesh=layout.sampler_mesh, remote_group=SAMPLER)
+
+
+@contextmanager
+def running(runtime: RuntimeConfig, layout: Layout) -> Iterator[None]:
+    """The runtime that the configuration asks for; everything that was started ends with the block."""
+    with initialize(
+        runtime.mode,
+        groups=list(layout.groups),
+        start_timeout_s=runtime.start_timeout_s,
+        call_timeout_s=runtime.call_timeout_s,
+        threads_per_worker=runtime.threads_per_worker,
+        address=runtime.address,
+        trace=runtime.trace,
+    ):
+        yield

@@ -68,6 +68,8 @@ class RuntimeConfig(Section):
     """Longest wait for the workers to start, in seconds."""
     call_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for one call to a component, in seconds."""
+    threads_per_worker: int | None = Field(default=None, ge=1)
+    """Threads of each worker's computation (OMP_NUM_THREADS); empty: the node's cores over the workers of its group there."""
     trace: Path | None = None
     """Write a timeline of every remote call here (open it with Perfetto)."""
 

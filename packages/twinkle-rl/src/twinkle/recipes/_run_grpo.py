@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from twinkle.config import GRPOConfig
 from twinkle.installed import RAY, SAMPLER, TASK, TRAINER, require_parts
-from twinkle.layout import Layout, build_sampler, build_trainer, draw_layout, plan_layout
+from twinkle.layout import Layout, build_sampler, build_trainer, draw_layout, plan_layout, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
 from twinkle.recipes._evaluate import Evaluation
 from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
@@ -23,7 +22,6 @@ from twinkle.recipes._warmup import WarmupResult, warm_up
 from twinkle.run import PeakMemory, Progress, RunFolder, say, write_curves
 from twinkle_data import Template
 from twinkle_data.toy import toy_tokenizer
-from twinkle_remote import initialize
 from twinkle_sync import CheckpointEngineManager
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     say(console, f"run folder: {folder.path}")
     task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
     record = _Record()
-    with running(config, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
+    with running(config.runtime, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
         model = starting_checkpoint(config, task, folder)
         progress.say("starting the actor and the sampler")
         actor, sampler, reference = _build(config, layout, model)
@@ -103,21 +101,6 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     return folder.path
 
 
-@contextmanager
-def running(config: GRPOConfig, layout: Layout) -> Iterator[None]:
-    """The runtime that the configuration asks for; everything that was started ends with the block."""
-    runtime = config.runtime
-    with initialize(
-        runtime.mode,
-        groups=list(layout.groups),
-        start_timeout_s=runtime.start_timeout_s,
-        call_timeout_s=runtime.call_timeout_s,
-        address=runtime.address,
-        trace=runtime.trace,
-    ):
-        yield
-
-
 def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Path:
     """The checkpoint that the run starts from; the preset's is made inside the run folder."""
     if config.model is not None:
@@ -130,10 +113,22 @@ def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Pa
 
 
 def _build(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
-    sampler = build_sampler(model, layout, config)
-    actor = build_trainer(model, layout, config.actor, config.seed)
-    reference = build_trainer(model, layout, config.actor, config.seed) if config.measure_kl or config.kl_beta else None
-    return actor, sampler, reference
+    """Build all components; on Ray at the same time, since each one's engine takes seconds to import."""
+
+    def trainer() -> MegatronModel:
+        return build_trainer(model, layout, config.actor, config.seed)
+
+    def sampling() -> vLLMSampler:
+        return build_sampler(model, layout, config)
+
+    with_reference = config.measure_kl or config.kl_beta > 0
+    if config.runtime.mode == "local":
+        sampler = sampling()
+        return trainer(), sampler, trainer() if with_reference else None
+    with ThreadPoolExecutor(thread_name_prefix="build") as pool:
+        sampler, actor = pool.submit(sampling), pool.submit(trainer)
+        reference = pool.submit(trainer) if with_reference else None
+        return actor.result(), sampler.result(), reference.result() if reference else None
 
 
 def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
@@ -208,7 +203,7 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
     folder.write_json("config.json", config.model_dump(mode="json"))
     say(console, draw_layout(layout))
-    with running(config, layout), Progress(config.steps, console) as progress:
+    with running(config.runtime, layout), Progress(config.steps, console) as progress:
         actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
         set_up_actor(actor, config)
         count = 0

@@ -11,14 +11,13 @@ from rich.console import Console
 from twinkle._errors import ConfigError
 from twinkle.config import SFTConfig
 from twinkle.installed import RAY, TRAINER, require_parts
-from twinkle.layout import build_trainer, draw_layout, plan_layout
+from twinkle.layout import build_trainer, draw_layout, plan_layout, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._warmup import set_up_sft, sft_step
 from twinkle.run import PeakMemory, RunFolder, say
 from twinkle_data import DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
-from twinkle_remote import initialize
 
 
 def run_sft(config: SFTConfig, console: Console) -> Path:
@@ -39,18 +38,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft")
     folder.write_json("config.json", config.model_dump(mode="json"))
     say(console, draw_layout(layout))
-    runtime = config.runtime
-    with (
-        PeakMemory() as memory,
-        initialize(
-            runtime.mode,
-            groups=list(layout.groups),
-            start_timeout_s=runtime.start_timeout_s,
-            call_timeout_s=runtime.call_timeout_s,
-            address=runtime.address,
-            trace=runtime.trace,
-        ),
-    ):
+    with running(config.runtime, layout), PeakMemory() as memory:
         model = existing_checkpoint(config.model) if config.model else write_tiny_qwen3(folder.path / "model", toy_tokenizer(texts), seed=config.seed)
         template = Template(str(model), max_length=config.max_length)
         actor = build_trainer(model, layout, config.actor, config.seed)
