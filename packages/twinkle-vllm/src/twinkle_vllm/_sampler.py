@@ -31,6 +31,7 @@ class vLLMSampler(WeightReceiver):
         model_id: a model folder in Hugging Face's format (or a hub name).
         engine_args: arguments of `vllm.LLM`, for example `max_model_len`, `dtype`, `kv_cache_memory_bytes`.
         device_mesh: data axes only; its device type decides between CPU and CUDA.
+        remote_group: the device group whose workers hold the engines, in mode 'ray'.
         logprobs_at_temperature: what a log-probability is. True: of the distribution that is sampled from, log_softmax(logits / temperature),
             which is what a trainer computes for a feature of that temperature. False: log_softmax(logits) whatever the temperature
             (vLLM's default); features then carry temperature 1.
@@ -54,8 +55,10 @@ class vLLMSampler(WeightReceiver):
         engine_args: Mapping[str, Any] | None = None,
         device_mesh: DeviceMesh | None = None,
         *,
+        remote_group: str | None = None,
         logprobs_at_temperature: bool = True,
     ) -> None:
+        del remote_group  # read by the decorator; named here for type checkers and editors
         check_mesh(device_mesh)
         self._files = ModelFiles.find(model_id)
         device_type = resolve_device_type("cuda" if device_mesh is None else device_mesh.device_type)
