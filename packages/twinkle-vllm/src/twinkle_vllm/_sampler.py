@@ -54,11 +54,11 @@ class vLLMSampler(WeightReceiver):
         model_id: str | Path,
         engine_args: Mapping[str, Any] | None = None,
         device_mesh: DeviceMesh | None = None,
-        *,
         remote_group: str | None = None,
+        *,
         logprobs_at_temperature: bool = True,
     ) -> None:
-        del remote_group  # read by the decorator; named here for type checkers and editors
+        del remote_group  # remote_class has read it
         check_mesh(device_mesh)
         self._files = ModelFiles.find(model_id)
         device_type = resolve_device_type("cuda" if device_mesh is None else device_mesh.device_type)
