@@ -44,8 +44,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         actor = build_trainer(model, layout, config.actor, config.seed)
         set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)
         losses: list[float] = []
-        epochs = 1 + config.steps * config.batch_size // len(conversations)
-        loader = DataLoader(conversations, batch_size=config.batch_size, shuffle=True, seed=config.seed, num_epochs=epochs)
+        loader = DataLoader(conversations, batch_size=config.batch_size, shuffle=True, seed=config.seed, num_epochs=None)
         for step, batch in zip(range(1, config.steps + 1), loader, strict=False):
             sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=config.actor.micro_batch_size)
             row: dict[str, Any] = {"step": step, **dict(actor.calculate_metric())}

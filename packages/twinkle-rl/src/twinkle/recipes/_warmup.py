@@ -69,9 +69,7 @@ def warm_up(
     prompts = [template.encode(problem, add_generation_prompt=True) for problem in problems]
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, logprobs=False)
     worked = [task.worked(problem) for problem in task.training]
-    loader = DataLoader(
-        worked, batch_size=config.batch_size, shuffle=True, seed=seed, num_epochs=1 + config.max_steps * config.batch_size // len(worked)
-    )
+    loader = DataLoader(worked, batch_size=config.batch_size, shuffle=True, seed=seed, num_epochs=None)
     for step, batch in enumerate(loader, 1):
         loss = sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=micro_batch_size)
         if step >= config.min_steps and (step - config.min_steps) % config.check_every == 0:
