@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from twinkle_data import InputFeature, InputProcessor
 from twinkle_megatron import CheckpointError, LayoutError, MegatronModel, ModelNotFoundError, UnsupportedModelError
@@ -219,17 +220,28 @@ def test_large_checkpoints_are_written_in_shards_that_transformers_reads(checkpo
     model.load(tmp_path / "saved")
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_litter(checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device"), "No space left"),
+        # What safetensors raises when the disk fills up while it writes.
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "SafetensorError: I/O error: No space left"),
+    ],
+    ids=["the system's error", "safetensors' error"],
+)
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_litter(
+    checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any, error: Exception, words: str
+) -> None:
     from twinkle_megatron import _checkpoint
 
     def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     model = build(checkpoint("qwen3"))
     model.save(tmp_path / "saved")
     before = (tmp_path / "saved" / "model.safetensors").read_bytes()
     monkeypatch.setattr(_checkpoint, "_write_tensors", full)
-    with pytest.raises(CheckpointError, match=r"could not save to .*saved: No space left"):
+    with pytest.raises(CheckpointError, match=rf"could not save to .*saved: {words}"):
         model.save(tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == before

@@ -43,19 +43,20 @@ def save_checkpoint(weights: Iterator[tuple[str, torch.Tensor]], source: Path, t
         CheckpointError: rank 0 could not write; on every rank, naming the cause.
     """
     failure: list[str | None] = [None]
+    cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
             _write(weights, source, target, dtype)
-        except OSError as error:
-            failure = [
-                f"could not save to {target.absolute()}: {error.strerror or error}. Free space or choose another folder; nothing was replaced."
-            ]
+        except Exception as error:  # raised below, once the other ranks know. A full disk is a SafetensorError here, which is no OSError
+            cause = error
+            reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            failure = [f"could not save to {target.absolute()}: {reason}. Free space or choose another folder; nothing was replaced."]
     for _ in weights:
         # The other ranks, and rank 0 after an error: leaving the stream early would hang its peers.
         pass
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise CheckpointError(failure[0])
+        raise CheckpointError(failure[0]) from cause
 
 
 def _write(weights: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype) -> None:
