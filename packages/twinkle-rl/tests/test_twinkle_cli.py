@@ -18,6 +18,7 @@ def test_help_and_no_command(capsys):
         (["grpo", "--stepz", "3"], "did you mean --steps"),
         (["grpo", "--model", "no/such/folder"], "there is no such folder; give the folder of a Hugging Face checkpoint"),
         (["sft", "--dataset", "absent.jsonl"], "there is no such file; give a JSONL file"),
+        (["grpo", "--task.size", "100"], "Raise --task.size, or lower --task.held-out"),
         (["grpo", "--replay", "no/such/run"], "give the folder of a run that was made with --record"),
         (["grpo", "--runtime.device", "cuda"], "use --runtime.device cpu"),
         (["doctor", "--fix"], "doctor takes no options"),
@@ -30,6 +31,24 @@ def test_a_wrong_command_line_ends_with_status_2_and_the_fix(argv, message, caps
     assert message in shown
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []  # nothing was started or left behind
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "2"}', "row 1: _conversation failed: no field 'messages' (the row has 'text')"),
+        ('{"messages": [{"role": "user"}]}', "Trajectory.messages[0] has no 'content'"),
+        ("{", "line 2: not valid JSON"),
+    ],
+)
+def test_a_wrong_row_of_a_dataset_is_named(line, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "1"}]}\n' + line + "\n")
+    assert main(["sft", "--dataset", "chats.jsonl"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert message in shown
+    assert "--dataset chats.jsonl" in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
 
 
 def test_topology_draws_both_groups(capsys):

@@ -16,7 +16,7 @@ from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._warmup import set_up_sft, sft_step
 from twinkle.run import PeakMemory, RunFolder, say
-from twinkle_data import DataLoader, Dataset, Template, Trajectory
+from twinkle_data import DataError, DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
 
 
@@ -70,5 +70,12 @@ def _conversations(config: SFTConfig) -> tuple[list[Trajectory], list[str]]:
         return [task.worked(problem) for problem in task.training], texts
     if not config.dataset.is_file():
         raise ConfigError(f"--dataset {config.dataset}: there is no such file; give a JSONL file with `messages` in every line")
-    rows = [row if isinstance(row, Trajectory) else Trajectory(messages=row["messages"]) for row in Dataset(str(config.dataset))]
+    try:
+        rows: list[Trajectory] = list(Dataset(str(config.dataset)).map(_conversation))
+    except DataError as error:
+        raise ConfigError(f"--dataset {config.dataset}: {error}") from error
     return rows, [message.content for row in rows[:2000] for message in row.messages]
+
+
+def _conversation(row: dict[str, Any]) -> Trajectory:
+    return Trajectory(messages=row["messages"])
