@@ -67,6 +67,14 @@ def test_a_folder_below_a_file_is_refused(tmp_path):
         RunFolder(tmp_path / "file" / "run")
 
 
+def test_a_late_worker_is_not_taken_for_a_full_disk(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(TimeoutError, match="rank 1 still runs"), folder.writing("checkpoint"):
+        raise TimeoutError("rank 1 still runs")
+    with pytest.raises(RunFolderError, match="--run-dir"), folder.writing("checkpoint"):
+        raise OSError(28, "No space left on device")
+
+
 def test_default_folders_do_not_collide(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [RunFolder.default("grpo") for _ in range(3)]

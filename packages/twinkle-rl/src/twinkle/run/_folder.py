@@ -82,7 +82,7 @@ class RunFolder:
     def _explained(self, verb: str) -> Iterator[None]:
         try:
             yield
-        except RunFolderError:
+        except (RunFolderError, TimeoutError, ConnectionError):  # the last two are of a worker that writes, not of the disk
             raise
         except OSError as error:
             raise RunFolderError(
