@@ -46,9 +46,10 @@ TRAINER = ("twinkle-megatron", "megatron-core", "transformers")
 SAMPLER = ("twinkle-vllm", "vllm")
 TASK = ("reasoning-gym",)
 RAY = ("ray",)
+PLOT = ("matplotlib",)
 
 
-def missing_parts(distributions: Iterable[str] = (*TRAINER, *SAMPLER, *TASK, *RAY)) -> list[Part]:
+def missing_parts(distributions: Iterable[str] = (*TRAINER, *SAMPLER, *TASK, *RAY, *PLOT)) -> list[Part]:
     """Which of these are not installed; by default what `twinkle grpo` needs. For "vllm" either build counts."""
     return [_part(name) for name in distributions if not _is_there(name)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from twinkle.config import GRPOConfig
-from twinkle.installed import RAY, SAMPLER, TASK, TRAINER, require_parts
+from twinkle.installed import PLOT, RAY, SAMPLER, TASK, TRAINER, require_parts
 from twinkle.layout import Layout, build_sampler, build_trainer, draw_layout, plan_layout, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
 from twinkle.recipes._evaluate import Evaluation
@@ -55,15 +55,15 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     if config.replay is not None:
         require_parts([*TRAINER, *runtime])
         return _replay(config, console, started)
-    require_parts([*TRAINER, *SAMPLER, *TASK, *runtime])
+    require_parts([*TRAINER, *SAMPLER, *TASK, *PLOT, *runtime])
     if config.model is not None:
         existing_checkpoint(config.model)
     layout = plan_layout(config.runtime, config.actor, config.sampler)
+    task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
     folder.write_json("config.json", config.model_dump(mode="json"))
     say(console, draw_layout(layout))
     say(console, f"run folder: {folder.path}")
-    task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
     record = _Record()
     with running(config.runtime, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
         model = starting_checkpoint(config, task, folder)
@@ -196,7 +196,7 @@ def _finish(folder: RunFolder, record: _Record, summary: dict[str, Any], console
 def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     """Train on recorded rollouts: no sampler, no evaluation; the losses and gradient norms are what is compared."""
     assert config.replay is not None
-    source = config.replay
+    source = config.replay.expanduser().absolute()  # workers have another current folder
     rollouts = read_rollouts(source)
     first = next(rollouts, None)
     layout = plan_layout(config.runtime, config.actor)
