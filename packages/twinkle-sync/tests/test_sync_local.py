@@ -123,6 +123,18 @@ def test_a_loader_that_raises_or_stops_early_leaves_the_sampler_refusing():
     assert sampler.sample() == 9.0
 
 
+def test_a_source_that_raises_after_the_loader_has_does_not_hide_the_loaders_error():
+    class FailsLate(Trainer):
+        def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from super().iter_weights()
+            raise ZeroDivisionError("the export failed")
+
+    sampler = Sampler()
+    sampler.fail = True
+    with pytest.raises(ArithmeticError, match="the loader failed"):
+        CheckpointEngineManager(model=FailsLate(), sampler=sampler, bucket_size_bytes=64).sync_weights()
+
+
 def test_weights_are_exported_once_for_each_sync():
     trainer = Trainer()
     manager = CheckpointEngineManager(model=trainer, sampler=Sampler())

@@ -8,7 +8,7 @@ import torch
 from twinkle_remote import remote_function
 
 from ._deadline import Deadline
-from ._errors import SyncError, TransferCorrupted, WeightsUnavailable
+from ._errors import TransferCorrupted, WeightsUnavailable
 from ._incoming import Incoming
 from ._ledger import TransferReceipt
 from ._plan import TransferPlan, WorkerInfo
@@ -65,7 +65,7 @@ class WeightReceiver:
                 self.load_weights(incoming, plan.version)
             except BaseException as error:
                 self._weights_fault = f"loading weights version {plan.version} failed ({type(error).__name__}: {error})"
-                with suppress(SyncError):
+                with suppress(Exception):  # in memory the source's own error would hide the loader's
                     incoming.drain()
                 raise
             if incoming.receipt is None:
