@@ -10,6 +10,8 @@ import twinkle_vllm
 from twinkle_data import InputFeature, SamplingParams, Template, Trajectory
 from twinkle_vllm import AdapterNotLoaded, EngineSettingError, ModelNotFound, PromptError, SamplerError, SamplingOptionError, vLLMSampler
 from twinkle_vllm._environment import import_vllm, prepare_environment
+from twinkle_vllm._inputs import check_turns
+from twinkle_vllm._options import engine_params
 
 # float32 through different kernels: measured 2e-6 at these sizes; 1e-4 is what trainers rely on.
 TOLERANCE = 1e-4
@@ -188,6 +190,21 @@ def test_what_cannot_be_sampled_is_refused_and_named(sampler, prompts):
         sampler.sample(prompts, adapter_name="math")
     with pytest.raises(AdapterNotLoaded):
         sampler.score(prompts, adapter_name="math")
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused():
+    with pytest.raises(SamplingOptionError, match=r"temperature is 0\.005; vLLM samples at 0\.01"):
+        engine_params(SamplingParams(temperature=0.005), 1, (), has_tokenizer=True, at_temperature=True, rank=0)
+
+
+def test_a_turn_that_does_not_fit_earlier_ones_is_refused_before_it_is_sampled():
+    earlier = InputFeature(input_ids=[5, 6], logprobs=[0.0, -1.0], temperature=0.5)
+    fresh = InputFeature(input_ids=[5, 6], temperature=0.7)
+    check_turns([fresh, earlier], logprobs=True, temperature=0.5)
+    with pytest.raises(PromptError, match=r"inputs\[1\] was sampled at temperature 0\.5 before, and would be at 1 now"):
+        check_turns([fresh, earlier], logprobs=True, temperature=0.0)
+    with pytest.raises(PromptError, match=r"inputs\[0\] holds log-probabilities of earlier turns"):
+        check_turns([earlier], logprobs=False, temperature=0.5)
 
 
 def test_errors_of_construction_come_before_the_engine(tmp_path, models):

@@ -33,6 +33,23 @@ def check_length(prompts: Sequence[InputFeature], max_model_len: int) -> None:
             )
 
 
+def check_turns(prompts: Sequence[InputFeature], *, logprobs: bool, temperature: float) -> None:
+    """PromptError, before anything is sampled, for a feature whose earlier turns cannot be continued: it has one temperature for all.
+
+    temperature: of the log-probabilities that the new turn will carry (0 counts as 1).
+    """
+    temperature = temperature or 1.0
+    for index, prompt in enumerate(prompts):
+        if prompt.logprobs is None:
+            continue
+        if not logprobs:
+            raise PromptError(f"inputs[{index}] holds log-probabilities of earlier turns, so this one needs them too: leave logprobs=True")
+        if prompt.temperature != temperature:
+            raise PromptError(
+                f"inputs[{index}] was sampled at temperature {prompt.temperature:g} before, and would be at {temperature:g} now; a feature has one"
+            )
+
+
 def _as_prompt(item: Any, index: int, template: Template | None) -> InputFeature:
     if isinstance(item, InputFeature):
         return item

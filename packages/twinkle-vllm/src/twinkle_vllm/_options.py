@@ -11,6 +11,8 @@ from ._errors import SamplingOptionError
 if TYPE_CHECKING:
     from vllm import SamplingParams as EngineParams
 
+_LOWEST_TEMPERATURE = 0.01  # vLLM 0.32 and 0.33: sampling_params._MAX_TEMP
+
 
 def resolve_params(given: SamplingParams | Mapping[str, Any] | None, num_samples: int | None) -> SamplingParams:
     """The parameters of a call; SamplingOptionError for an unknown option or a value out of range."""
@@ -32,8 +34,13 @@ def engine_params(
 ) -> "list[EngineParams]":
     """vLLM's parameters for `count` requests. With a seed each request gets its own, or equal prompts would get equal completions.
 
-    Raises SamplingOptionError for stop texts without a tokenizer, and for log-probabilities of a truncated distribution.
+    Raises SamplingOptionError for stop texts without a tokenizer, for log-probabilities of a truncated distribution, and for a temperature
+    that vLLM would silently raise.
     """
+    if 0 < params.temperature < _LOWEST_TEMPERATURE:
+        raise SamplingOptionError(
+            f"temperature is {params.temperature:g}; vLLM samples at {_LOWEST_TEMPERATURE:g} whatever is below it: use 0 (greedy) or at least that"
+        )
     from vllm import SamplingParams as EngineParams
 
     if params.stop and not has_tokenizer:

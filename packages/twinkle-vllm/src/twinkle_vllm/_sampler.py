@@ -16,7 +16,7 @@ from twinkle_sync import WeightReceiver
 from ._engine import build_engine, check_mesh, generate
 from ._environment import engine_environment, import_vllm, prepare_environment, resolve_device_type
 from ._errors import AdapterNotLoaded, PromptError
-from ._inputs import SamplerInput, as_prompts, check_length
+from ._inputs import SamplerInput, as_prompts, check_length, check_turns
 from ._model_files import ModelFiles
 from ._options import engine_params, resolve_params, scoring_params
 from ._outputs import as_responses, prompt_logprobs
@@ -39,9 +39,10 @@ class vLLMSampler(WeightReceiver):
     Greedy sampling (temperature 0) has no distribution of its own: its log-probabilities are those of the undivided logits, and
     features carry temperature 1.
 
-    In one process with a trainer (local mode), building the sampler sets VLLM_ENABLE_V1_MULTIPROCESSING=0, on a CPU
-    TORCHDYNAMO_DISABLE=1, and seeds torch's global generator. Build it before anything imports vllm. The engine then lives until the
-    process ends.
+    In one process with a trainer (local mode), building the sampler seeds torch's global generator and sets environment variables of the process:
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 always and, where they are not set yet, VLLM_LOGGING_LEVEL=WARNING, VLLM_NO_USAGE_STATS=1, on a CPU
+    also TORCHDYNAMO_DISABLE=1 and ONEDNN_PRIMITIVE_CACHE_CAPACITY=128. Build it before anything imports vllm. The engine then lives
+    until the process ends.
 
     Raises:
         EngineMissing: vLLM is not installed.
@@ -108,6 +109,8 @@ class vLLMSampler(WeightReceiver):
         params = resolve_params(sampling_params, num_samples)
         prompts = as_prompts(inputs, self._template)
         check_length(prompts, self._max_model_len)
+        logprob_temperature = params.temperature if self._logprobs_at_temperature else 1.0
+        check_turns(prompts, logprobs=params.logprobs, temperature=logprob_temperature)
         stop_token_ids = (*(self._template.eos_token_ids if self._template else ()), *self._files.eos_token_ids)
         requests = engine_params(
             params,
@@ -123,7 +126,7 @@ class vLLMSampler(WeightReceiver):
             prompts,
             params,
             self._template,
-            logprob_temperature=params.temperature if self._logprobs_at_temperature else 1.0,
+            logprob_temperature=logprob_temperature,
             weight_version=self.loaded_version,
         )
 
