@@ -406,6 +406,25 @@ def test_tensors_travel_without_their_graph_or_the_storage_behind_a_view(pair):
     assert len(pack(torch.zeros(100_000)[:4])) < 2000
 
 
+def test_a_small_view_of_a_large_tensor_does_not_travel_with_the_description():
+    torch = pytest.importorskip("torch")
+    assert _shards._is_light(torch.zeros(4))
+    assert not _shards._is_light(torch.zeros(100_000)[:4])
+    assert not _shards._is_light({"sparse": torch.eye(3).to_sparse()})
+
+
+def test_an_empty_batch_that_is_stored_comes_back_with_its_type(monkeypatch):
+    stored = []
+    monkeypatch.setattr(_shards, "put", lambda packed: stored.append(packed) or packed)
+    monkeypatch.setattr(_shards, "_values", lambda pieces, timeout_s: [_shards.unpack(piece) for piece in pieces])
+    result = _shards.keep(np.array([], dtype=object), None, None, (1, 2), 0.0, 0.0)
+    assert len(stored) == 1
+    for collect in ("flatten", "none"):
+        value, _ = _shards.fetch([result], collect, DeviceMesh.from_sizes(), None, None)
+        assert value.dtype == object
+        assert len(value) == 0
+
+
 def test_a_failure_is_the_original_type_with_all_there_is_to_know(pair):
     with pytest.raises(Odd) as caught:
         pair.fail(1, "odd").get()

@@ -3,6 +3,7 @@
 A worker returns a small `Result`; the pieces are objects in Ray's store, owned by that worker.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
@@ -73,8 +74,8 @@ def keep(value: Any, share: tuple[int, int, int] | None, part: Part | None, spli
         kind = None
     if _is_light(value):
         return Result(kind, (0, len(value) if kind else 0), (Inline(value),), start_s, end_s)
-    if kind is None:
-        return Result(None, (0, 0), (put(pack(value)),), start_s, end_s)
+    if kind is None or not len(value):  # also an empty batch is one piece, which tells its type
+        return Result(kind, (0, 0), (put(pack(value)),), start_s, end_s)
     cuts = _cuts(len(value), share, part, splits)
     pieces = tuple(put(pack(value[start:stop])) for start, stop in pairwise(cuts))
     return Result(kind, cuts, pieces, start_s, end_s)
@@ -181,10 +182,14 @@ def _is_light(value: Any) -> bool:
             size_bytes += 8
         elif isinstance(item, (str, bytes)):
             size_bytes += len(item)
-        elif is_array(item) or is_tensor(item):
-            if item.dtype == object or (is_tensor(item) and (item.device.type != "cpu" or item.requires_grad)):
+        elif is_array(item):
+            if item.dtype.hasobject:
                 return False
             size_bytes += item.nbytes
+        elif is_tensor(item):
+            if item.device.type != "cpu" or item.requires_grad or item.layout != sys.modules["torch"].strided:
+                return False
+            size_bytes += item.untyped_storage().nbytes()  # Ray pickles an inline value itself: of a view, all that lies behind it
         elif type(item) in (list, tuple, dict):
             if len(item) > left:
                 return False
