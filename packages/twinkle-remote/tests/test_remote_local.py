@@ -264,6 +264,17 @@ def test_the_trace_is_chrome_json(tmp_path):
         tr.initialize("local", trace=tmp_path / "no-such-folder" / "run.json")
 
 
+def test_shutdown_ends_the_runtime_also_where_the_trace_cannot_be_written(tmp_path):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    runtime = tr.initialize("local", trace=folder / "run.json")
+    (folder / "run.json").unlink()
+    folder.rmdir()
+    with pytest.raises(OSError, match="traces"):
+        runtime.shutdown()
+    assert tr.current_runtime() is not runtime
+
+
 def test_importing_the_package_imports_neither_ray_nor_torch():
     code = "import sys, twinkle_remote; print(sorted({'ray', 'torch', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

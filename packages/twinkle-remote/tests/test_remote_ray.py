@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ pytest.importorskip("ray")
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, DeviceMesh
 from twinkle_remote import _shards
+from twinkle_remote._protocol import MethodSpec
+from twinkle_remote._ray_calls import CallSource, PendingCall
 
 GROUPS = [DeviceGroup("pair", 2, "cpu"), DeviceGroup("quad", 4, "cpu"), DeviceGroup("one", 1, "cpu")]
 DP2_TP2 = DeviceMesh.from_sizes(dp_size=2, tp_size=2)
@@ -404,6 +407,25 @@ def test_tensors_travel_without_their_graph_or_the_storage_behind_a_view(pair):
     from twinkle_remote._packing import pack
 
     assert len(pack(torch.zeros(100_000)[:4])) < 2000
+
+
+def test_a_finished_result_after_shutdown_is_an_error_unless_its_value_is_at_hand(monkeypatch):
+    monkeypatch.setattr(_shards, "_values", lambda pieces, timeout_s: [piece.value for piece in pieces])
+    method = MethodSpec(
+        name="echo", parameters=(), dispatch="all", execute="all", collect="none", sync=False, lazy_collect=True, timeout_s=None, allow_empty=False
+    )
+
+    def lazy(piece):
+        call = PendingCall(SimpleNamespace(class_name="Part"), method, [None], [], "script.py:1", 1.0)
+        call.results = [_shards.Result(None, (0, 0), (piece,), 0.0, 0.0)]
+        return call, tr.LazyResult(CallSource(call, DeviceMesh.from_sizes(), "none", lambda: False))
+
+    assert lazy(_shards.Inline(3))[1].get() == 3
+    with pytest.raises(tr.RuntimeStateError, match=r"Part.echo was not collected before shutdown\(\)"):
+        lazy("a reference")[1].get()
+    call, unfinished = lazy("a reference")
+    call.results = [None]
+    assert repr(unfinished) == "<LazyResult lost>"
 
 
 def test_a_small_view_of_a_large_tensor_does_not_travel_with_the_description():

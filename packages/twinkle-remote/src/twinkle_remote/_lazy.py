@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, cast
 
-from twinkle_remote._errors import RemoteTypeError
+from twinkle_remote._errors import RemoteTypeError, RuntimeStateError
 
 
 class Source(Protocol):
@@ -131,7 +131,11 @@ class LazyResult:
     def __repr__(self) -> str:
         if self._value is not None:
             return f"LazyResult({self._value[0]!r})"
-        return f"<LazyResult {'failed' if self._error is not None else 'ready' if self.ready() else 'running'}>"
+        try:
+            state = "failed" if self._error is not None else "ready" if self.ready() else "running"
+        except RuntimeStateError:
+            state = "lost"
+        return f"<LazyResult {state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         register = packing.get()

@@ -66,10 +66,12 @@ class LocalRuntime:
         raise AssertionError("components of a local runtime are built in process")
 
     def shutdown(self) -> None:
-        if self.trace is not None:
-            self.trace.write()
-        if self._on_shutdown is not None:
-            self._on_shutdown(self)
+        try:
+            if self.trace is not None:
+                self.trace.write()
+        finally:
+            if self._on_shutdown is not None:
+                self._on_shutdown(self)
 
     def __enter__(self) -> "LocalRuntime":
         return self

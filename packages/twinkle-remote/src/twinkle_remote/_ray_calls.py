@@ -14,7 +14,7 @@ from twinkle_remote._lazy import Source
 from twinkle_remote._packing import unpack
 from twinkle_remote._protocol import Collect, MethodSpec
 from twinkle_remote._ray_api import ray
-from twinkle_remote._shards import Result, Stop, fetch
+from twinkle_remote._shards import Inline, Result, Stop, fetch
 
 if TYPE_CHECKING:
     from twinkle_remote._ray_component import RayComponent
@@ -214,6 +214,8 @@ class CallSource:
         self._check_open()
         wait_for([self.call], timeout_s)
         results = [result for rank in self.ranks if isinstance(result := self.call.results[rank], Result)]
+        if not self._is_open() and not all(isinstance(piece, Inline) for result in results for piece in result.pieces):
+            raise self._too_late()  # Ray 2.60 would start a new cluster to look for the pieces
         try:
             return fetch(results, self.collect_how, self.mesh, None, self.call.timeout_s if timeout_s is None else timeout_s)[0]
         except ray.exceptions.GetTimeoutError as error:
@@ -227,4 +229,7 @@ class CallSource:
 
     def _check_open(self) -> None:
         if not self._is_open() and not self.call.finished:
-            raise RuntimeStateError(f"the result of {self.call.name} was not collected before shutdown()")
+            raise self._too_late()
+
+    def _too_late(self) -> RuntimeStateError:
+        return RuntimeStateError(f"the result of {self.call.name} was not collected before shutdown()")

@@ -1,6 +1,7 @@
 """RayRuntime: components live on the workers of a Ray cluster, a placement group for each device group."""
 
 import atexit
+import contextlib
 import logging
 import os
 import time
@@ -121,12 +122,13 @@ class RayRuntime:
                 self.trace.write()
         finally:
             self.is_open = False
-            for component in list(self._components):
-                component.kill("shutdown")
-            for place in self._places.values():
-                remove_placement_group(place)
-            self._cluster.close()
-            self._on_shutdown(self)
+            with contextlib.ExitStack() as last:  # done whatever happens before, last first
+                last.callback(self._on_shutdown, self)
+                last.callback(self._cluster.close)
+                for component in list(self._components):
+                    component.kill("shutdown")
+                for place in self._places.values():
+                    remove_placement_group(place)
 
     def __enter__(self) -> "RayRuntime":
         return self
