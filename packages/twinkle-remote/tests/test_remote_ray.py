@@ -20,7 +20,7 @@ import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, DeviceMesh
 from twinkle_remote import _shards
 from twinkle_remote._protocol import MethodSpec
-from twinkle_remote._ray_calls import CallSource, PendingCall
+from twinkle_remote._ray_calls import CallSource, PendingCall, own_limit_s
 
 GROUPS = [DeviceGroup("pair", 2, "cpu"), DeviceGroup("quad", 4, "cpu"), DeviceGroup("one", 1, "cpu")]
 DP2_TP2 = DeviceMesh.from_sizes(dp_size=2, tp_size=2)
@@ -409,14 +409,29 @@ def test_tensors_travel_without_their_graph_or_the_storage_behind_a_view(pair):
     assert len(pack(torch.zeros(100_000)[:4])) < 2000
 
 
+ECHO = MethodSpec(
+    name="echo", parameters=(), dispatch="all", execute="all", collect="none", sync=False, lazy_collect=True, timeout_s=None, allow_empty=False
+)
+
+
+def test_a_short_deadline_does_not_end_a_longer_call_that_it_waits_for():
+    queue = []
+    part = SimpleNamespace(class_name="Part", calls_before=lambda call: queue[: queue.index(call)])
+    queue += [PendingCall(part, ECHO, [None], [], "script.py:1", timeout_s) for timeout_s in (100.0, 7.0, 1.0)]
+    assert own_limit_s(queue[2:]) == 100.0
+    queue[0].results = [_shards.Result(None, (0, 0), (_shards.Inline(None),), 0.0, 0.0)]
+    assert own_limit_s(queue[2:]) == 7.0
+    assert own_limit_s(queue[1:2]) == 7.0
+    upstream = PendingCall(SimpleNamespace(calls_before=lambda call: []), ECHO, [None], [], "script.py:1", 50.0)
+    queue[2].upstream = (upstream,)
+    assert own_limit_s(queue[2:]) == 50.0
+
+
 def test_a_finished_result_after_shutdown_is_an_error_unless_its_value_is_at_hand(monkeypatch):
     monkeypatch.setattr(_shards, "_values", lambda pieces, timeout_s: [piece.value for piece in pieces])
-    method = MethodSpec(
-        name="echo", parameters=(), dispatch="all", execute="all", collect="none", sync=False, lazy_collect=True, timeout_s=None, allow_empty=False
-    )
 
     def lazy(piece):
-        call = PendingCall(SimpleNamespace(class_name="Part"), method, [None], [], "script.py:1", 1.0)
+        call = PendingCall(SimpleNamespace(class_name="Part"), ECHO, [None], [], "script.py:1", 1.0)
         call.results = [_shards.Result(None, (0, 0), (piece,), 0.0, 0.0)]
         return call, tr.LazyResult(CallSource(call, DeviceMesh.from_sizes(), "none", lambda: False))
 

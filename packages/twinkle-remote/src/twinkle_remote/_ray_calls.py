@@ -136,9 +136,10 @@ class PendingCall:
 
 def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
     """Wait until all calls have finished. Raises the first failure of any of them, of a call they wait for, or of one before them on the
-    same workers; CallTimeoutError after `timeout_s` or, if that is None, after the calls' own deadline, which ends the workers that hang.
+    same workers; CallTimeoutError after `timeout_s` or, if that is None, after the longest deadline of the calls and of those that they wait
+    for, which ends the workers that hang.
     """
-    limit_s = timeout_s if timeout_s is not None else max(call.timeout_s for call in calls)
+    limit_s = own_limit_s(calls) if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s
     while True:
         watched = _with_blockers(calls)
@@ -156,6 +157,11 @@ def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
         for reference in arrived:
             call, rank = waiting[reference]
             call.take(rank)
+
+
+def own_limit_s(calls: Sequence[PendingCall]) -> float:
+    """Seconds for the calls where the caller sets none. A short call behind a long one, in its queue or upstream, gets the long one's."""
+    return max(call.timeout_s for call in (*calls, *(call for call in _with_blockers(calls) if not call.finished)))
 
 
 def _with_blockers(calls: Iterable[PendingCall]) -> list[PendingCall]:
