@@ -101,6 +101,20 @@ def test_remote_group_is_only_handed_to_a_class_that_names_it():
     assert isinstance(Empty(remote_group="g"), Empty)
 
 
+def test_remote_group_is_read_by_position_too():
+    @tr.remote_class()
+    class Sampler:
+        def __init__(self, model_id, device_mesh=None, remote_group=None):
+            self.given = model_id, device_mesh, remote_group
+
+    mesh = DeviceMesh.from_sizes(device_type="cpu")
+    with tr.initialize("local", groups=[DeviceGroup("g", 1, "cpu")]):
+        assert Sampler("m", None, "g").given == ("m", mesh, "g")
+        assert Sampler("m", mesh, "g", remote_group="g").given == ("m", mesh, "g")  # what a worker is given
+        with pytest.raises(tr.GroupError, match="there are 'g'"):
+            Sampler("m", None, "h")
+
+
 def test_a_result_is_lazy_in_local_mode_and_behaves_like_its_value():
     result = Adder(1).add([1, 2, 3])
     assert isinstance(result, tr.LazyResult)

@@ -186,7 +186,7 @@ def _wrap_new(cls: type) -> None:
         # What is returned here gets its __init__ called with the same arguments, as it is an instance of `subclass`.
         if is_handle_class(subclass):
             return object.__new__(subclass)
-        if _state.current_runtime().is_remote(kwargs.get("remote_group")):
+        if _state.current_runtime().is_remote(read_placement(subclass.__init__, args, kwargs)[0]):
             return object.__new__(handle_class(subclass, remote_methods(subclass), getattr(subclass, _EXECUTE)))
         return object.__new__(subclass) if original is None else original(subclass, *args, **kwargs)
 
