@@ -196,7 +196,7 @@ def _finish(folder: RunFolder, record: _Record, summary: dict[str, Any], console
 def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     """Train on recorded rollouts: no sampler, no evaluation; the losses and gradient norms are what is compared."""
     assert config.replay is not None
-    source = config.replay.expanduser().absolute()  # workers have another current folder
+    source = config.replay.expanduser().absolute()  # workers of a running cluster have another current folder
     rollouts = read_rollouts(source)
     first = next(rollouts, None)
     layout = plan_layout(config.runtime, config.actor)
