@@ -51,6 +51,7 @@ def test_flags_of_one_section_do_not_reset_the_rest_of_it():
         (["--actor.sequence-parallel"], "set --actor.tp 2 or more"),
         (["--actor.vpp", "2"], "set --actor.pp 2 or more"),
         (["--prompts-per-step", "3", "--num-samples", "3", "--actor.dp", "2"], "do not divide over actor.dp=2"),
+        (["--warmup.max-steps", "50"], "lower --warmup.min-steps"),
         (["--prompts-per-step", "1", "--sampler.dp", "2"], "less than sampler.dp=2"),
     ],
 )

@@ -105,6 +105,11 @@ class GRPOConfig(CommandConfig):
             raise ValueError("actor.sequence_parallel splits activations over the tensor parallel ranks: set --actor.tp 2 or more")
         if self.actor.vpp is not None and self.actor.pp < 2:
             raise ValueError("actor.vpp interleaves the stages of a pipeline: set --actor.pp 2 or more")
+        if self.warmup.enabled and self.warmup.max_steps < self.warmup.min_steps:
+            raise ValueError(
+                f"warmup.max_steps={self.warmup.max_steps} ends the warm-up before its first look at the accuracy, at step {self.warmup.min_steps}: "
+                "raise --warmup.max-steps, lower --warmup.min-steps, or leave the warm-up out with --no-warmup.enabled"
+            )
         rows = self.prompts_per_step * self.num_samples
         if rows % self.actor.dp:
             raise ValueError(
