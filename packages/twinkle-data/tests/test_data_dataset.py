@@ -48,6 +48,9 @@ def test_jsonl_rows_are_read_and_bad_lines_are_named(tmp_path):
     path.write_text("[1]\n")
     with pytest.raises(DatasetError, match="line 1: a list, not a JSON object"):
         Dataset(path)
+    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(DatasetError, match="line 2: not UTF-8"):
+        Dataset(path)
     with pytest.raises(DatasetError, match="there is no file"):
         Dataset(tmp_path / "absent.jsonl")
     with pytest.raises(DatasetError, match=r"not a \.jsonl file"):

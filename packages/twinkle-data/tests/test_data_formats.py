@@ -94,6 +94,11 @@ def test_a_trajectory_names_the_message_it_refuses(messages, message):
         ("min_p", 2),
         ("stop", [""]),
         ("num_samples", 0),
+        ("num_samples", 1.5),
+        ("max_tokens", "3"),
+        ("temperature", "1"),
+        ("top_k", 2.0),
+        ("seed", 0.5),
     ],
 )
 def test_sampling_params_refuse_what_is_out_of_range(field, value):

@@ -125,12 +125,14 @@ def _read_jsonl(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DatasetError(f"there is no file {str(path)!r}")
     rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise DatasetError(f"{path}, line {number}: not UTF-8 ({error})") from error
             except json.JSONDecodeError as error:
                 raise DatasetError(f"{path}, line {number}: not valid JSON ({error})") from error
             if not isinstance(row, dict):

@@ -1,5 +1,7 @@
 """What a sampler takes and returns, and what a trainer returns."""
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +30,7 @@ class SamplingParams:
         logprobs: return the log-probability of every sampled token.
 
     Raises:
-        FormatError: a value out of range.
+        FormatError: a value out of range, or of another type.
     """
 
     max_tokens: int | None = None
@@ -46,17 +48,26 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         checks = {
-            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "None or at least 1"),
-            "temperature": (np.isfinite(self.temperature) and self.temperature >= 0, "a finite number, at least 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
+            "max_tokens": (self.max_tokens is None or (_is_whole(self.max_tokens) and self.max_tokens >= 1), "None or a whole number, at least 1"),
+            "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a finite number, at least 0"),
+            "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (_is_whole(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "-1 (all) or a whole number, at least 1"),
+            "min_p": (_is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            "seed": (self.seed is None or _is_whole(self.seed), "None or a whole number"),
             "stop": (all(isinstance(text, str) and text for text in self.stop), "non-empty strings"),
-            "num_samples": (self.num_samples >= 1, "at least 1"),
+            "num_samples": (_is_whole(self.num_samples) and self.num_samples >= 1, "a whole number, at least 1"),
         }
         for name, (holds, rule) in checks.items():
             if not holds:
                 raise FormatError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
