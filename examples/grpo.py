@@ -37,7 +37,7 @@ def train() -> None:
 
     with twinkle.initialize(args.mode, groups=groups):
         template = Template(args.model)
-        dataloader = DataLoader(arithmetic_task().train, batch_size=16, shuffle=True, seed=0)
+        dataloader = DataLoader(arithmetic_task().train, batch_size=16, shuffle=True, seed=0, num_epochs=None)
         sampler = vLLMSampler(args.model, engine_args={"max_model_len": 64}, device_mesh=sampler_mesh, remote_group="sampler")
         sampler.set_template(template)
         actor = MegatronModel(args.model, device_mesh=actor_mesh, remote_group="actor")

@@ -30,7 +30,7 @@ def train(model_dir: str) -> None:
     group = DeviceGroup(name="actor", ranks=args.dp, device_type="cpu")
 
     with twinkle.initialize(args.mode, groups=[group]):
-        dataloader = DataLoader(problems, batch_size=32, shuffle=True, seed=0, device_mesh=mesh, num_epochs=2)
+        dataloader = DataLoader(problems, batch_size=32, shuffle=True, seed=0, device_mesh=mesh, num_epochs=None)
         model = MegatronModel(model_dir, device_mesh=mesh, remote_group="actor")
         model.set_loss("cross_entropy")
         model.set_optimizer("adam", lr=1e-3)
