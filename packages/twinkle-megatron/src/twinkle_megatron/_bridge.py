@@ -185,7 +185,7 @@ def check_same_model(path: Path, ours: Any) -> None:
     """Refuses a checkpoint of another model than the one that was built.
 
     Raises:
-        CheckpointError: a size in its config.json differs, by name.
+        CheckpointError: an entry of its config.json that the computation depends on differs, by name.
     """
     theirs = read_config(path)
     for name in (
@@ -197,9 +197,15 @@ def check_same_model(path: Path, ours: Any) -> None:
         "num_attention_heads",
         "num_key_value_heads",
         "tie_word_embeddings",
+        # No weight shows these, and another value gives other log-probabilities.
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_parameters",
     ):
-        if getattr(theirs, name) != getattr(ours, name):
-            raise CheckpointError(f"{path} is another model: its {name} is {getattr(theirs, name)}, this model's is {getattr(ours, name)}.")
+        mine, other = getattr(ours, name, None), getattr(theirs, name, None)
+        if mine != other:
+            raise CheckpointError(f"{path} is another model: its {name} is {other}, this model's is {mine}.")
 
 
 def _tensor_names(path: Path) -> set[str]:

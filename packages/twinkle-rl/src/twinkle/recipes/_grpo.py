@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ class GRPOLoop:
         self._template, self._task = template, task
         self._held_out = [template.encode(problem, add_generation_prompt=True) for problem in task.held_out]
         self._shuffle = random.Random(config.seed)
-        self._batches = _endless(task.training, config.prompts_per_step, config.seed)
+        self._batches = iter(DataLoader(task.training, batch_size=config.prompts_per_step, shuffle=True, seed=config.seed, num_epochs=None))
         self._steps = 0
         set_up_actor(actor, config)
 
@@ -214,13 +214,6 @@ def _completion(feature: InputFeature, values: NDArray[np.float32] | None) -> ND
     if values is None or feature.completion_mask is None:
         raise ValueError("a sampled feature carries log-probabilities and a completion mask; this one does not")
     return values[feature.completion_mask].astype(np.float64)
-
-
-def _endless(problems: Sequence[Trajectory], batch_size: int, seed: int) -> Iterator[list[Trajectory]]:
-    epoch = 0
-    while True:
-        yield from DataLoader(problems, batch_size=batch_size, shuffle=True, seed=seed + epoch)
-        epoch += 1
 
 
 class _Clock:

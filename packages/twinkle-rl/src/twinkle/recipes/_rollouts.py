@@ -19,7 +19,7 @@ _FLOATS = ("logprobs", "ref_logprobs", "advantages")
 
 
 def rollout_record(step: int, features: Sequence[InputFeature], rewards: Sequence[float]) -> dict[str, Any]:
-    """One line of the rollouts file: every array of every sequence; floats keep all their fp32 digits."""
+    """One line of the rollouts file: every array that a sampled feature has; floats keep all their fp32 digits."""
     return {"step": step, "rewards": list(rewards), "features": [_to_json(feature) for feature in features]}
 
 
