@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from twinkle.config import GRPOConfig
 from twinkle.recipes._evaluate import Evaluation, evaluate
 from twinkle.recipes._task import Task
-from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template, Trajectory
+from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template
 from twinkle_remote import gather
 from twinkle_sync import CheckpointEngineManager
 from twinkle_train import GRPOLoss, group_advantages
