@@ -251,6 +251,14 @@ def test_the_loss_is_that_of_the_hugging_face_model(trainer):
     assert output.loss_weight == (row.labels[1:] != -100).sum()
 
 
+def test_a_new_loss_begins_with_no_metrics(trainer):
+    rows = [InputFeature(input_ids=np.array([3, 4, 5, 6]))]
+    trainer.set_loss("cross_entropy")
+    trainer.forward_backward(rows)
+    trainer.set_loss("cross_entropy")
+    assert "loss" not in trainer.calculate_metric()
+
+
 def test_packed_documents_do_not_see_each_other(trainer):
     first, second = random_features([6, 8])
     packed = replace(

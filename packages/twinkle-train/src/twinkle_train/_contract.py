@@ -110,7 +110,10 @@ class TrainModel(ABC):
 
     @abstractmethod
     def set_loss(self, loss: str | type | Callable[[LossInput], LossOutput], *, adapter_name: str = "", **options: Any) -> None:
-        """The loss: a name ('cross_entropy', 'grpo'), a class, or a callable; the options go to its constructor (see `resolve_loss`)."""
+        """The loss: a name ('cross_entropy', 'grpo'), a class, or a callable; the options go to its constructor (see `resolve_loss`).
+
+        Metrics that were not taken yet are forgotten: they are those of the loss before.
+        """
 
     @abstractmethod
     def set_optimizer(

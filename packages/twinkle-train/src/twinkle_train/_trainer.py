@@ -235,7 +235,9 @@ class TrainerBase(TrainModel):
         return norm
 
     def set_loss(self, loss: str | type | Callable[[LossInput], LossOutput], *, adapter_name: str = "", **options: Any) -> None:
-        self._state(adapter_name).loss = resolve_loss(loss, **options)
+        state = self._state(adapter_name)
+        state.loss = resolve_loss(loss, **options)
+        state.take_metrics()  # those of another loss would be mixed into this one's
 
     def set_optimizer(
         self,
