@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinkle_data import InputProcessor, Message, Template, Trajectory
+from twinkle_data import InputFeature, InputProcessor, Message, Template, Trajectory
 from twinkle_train import CallOrderError, ConfigError, CrossEntropyLoss, InputError, LossOutput, NonFiniteError, TokenOutputs, UnknownAdapterError
 from twinkle_train.testing import ReferenceTrainer, conformance, random_features, rollout_features, tiny_llama, tiny_qwen2, tiny_qwen3
 
