@@ -1,6 +1,6 @@
 """Does GRPO learn? Three seeds of the `tiny` preset, and two controls that must not.
 
-    ./dev bench grpo_learns [--seeds 0,1,2] [--steps 120] [--json FILE]
+    ./dev bench grpo_learns [--seeds 0,1,2] [--steps N] [--json FILE]
 
 Every seed: a fresh Qwen3, the supervised warm-up, GRPO, and held-out exact match before and after. Controls, from the same warm policy as the
 first seed: advantages shuffled within their groups, and the policy's own likelihood as the reward. Exits with 1 when a target is missed:
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle.config import GRPOConfig
-from twinkle.layout import build_sampler, build_trainer, plan_layout
-from twinkle.recipes import Evaluation, GRPOLoop, Task, make_task, warm_up, write_tiny_qwen3
+from twinkle.layout import plan_layout
+from twinkle.recipes import Evaluation, GRPOLoop, Task, build_components, make_task, warm_up, write_tiny_qwen3
 from twinkle.run import PeakMemory
 from twinkle_data import Template
 from twinkle_data.toy import toy_tokenizer
@@ -50,12 +50,12 @@ class Bench:
     def say(self, message: str) -> None:
         print(f"[{time.perf_counter() - self.started:6.1f} s] {message}", flush=True)
 
-    def reinforce(self, seed: int, advantage: str, warm: Path) -> tuple[Evaluation, Evaluation, dict[str, Any]]:
-        """GRPO from the warm policy; accuracy before and after, and the checks of the run."""
+    def reinforce(self, seed: int, advantage: str, warm: Path, before: Evaluation | None) -> tuple[Evaluation, Evaluation, dict[str, Any]]:
+        """GRPO from the warm policy; accuracy before (where it is not known yet) and after, and the checks of the run."""
         self.actor.load(str(warm))
         config = self.config.model_copy(update={"seed": seed, "advantage": advantage})
         loop = GRPOLoop(config, actor=self.actor, sampler=self.sampler, weights=self.weights, template=self.template, task=self.task)
-        before = loop.evaluate()
+        before = before or loop.evaluate()
         rewards = [loop.step()[0]["reward"] for _ in range(config.steps)]
         after = loop.evaluate()
         first, last = rewards[: len(rewards) // 6 or 1], rewards[-(len(rewards) // 6) or -1 :]
@@ -70,7 +70,7 @@ class Bench:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=0, help="GRPO steps (default: the preset's)")
     parser.add_argument("--json", type=Path, default=None, help="write every figure here")
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -88,7 +88,8 @@ def main() -> int:
 
 def measure(folder: Path, seeds: list[int], steps: int, started: float) -> dict[str, Any]:
     """Run every seed and control in one set of workers."""
-    config = GRPOConfig.load(["--no-measure-kl", "--steps", str(steps)])
+    # The sampler's log-probabilities as the old ones: the loss compares them with the trainer's by itself, which saves a pass a step.
+    config = GRPOConfig.load(["--no-measure-kl", "--old-logprobs", "sampler", *(["--steps", str(steps)] if steps else [])])
     task = make_task(config.task, validation=config.warmup.check_problems)
     texts = [problem.user_data[key] for key in ("question", "response") for problem in task.training[:2000]]
     tokenizer = toy_tokenizer(texts)
@@ -96,8 +97,7 @@ def measure(folder: Path, seeds: list[int], steps: int, started: float) -> dict[
     layout = plan_layout(config.runtime, config.actor, config.sampler)
     runs: list[dict[str, Any]] = []
     with PeakMemory() as memory, initialize("ray", groups=list(layout.groups)):
-        sampler = build_sampler(models[seeds[0]], layout, config)
-        actor = build_trainer(models[seeds[0]], layout, config.actor, seed=0)
+        actor, sampler, _ = build_components(config, layout, models[seeds[0]])
         weights = CheckpointEngineManager(model=actor, sampler=sampler)
         template = Template(str(models[seeds[0]]))
         sampler.set_template(template)
@@ -118,8 +118,9 @@ def measure(folder: Path, seeds: list[int], steps: int, started: float) -> dict[
             )
             warm = folder / f"warm-{seed}"
             actor.save(str(warm))
+            before: Evaluation | None = None
             for advantage in ("group", "shuffled", "likelihood") if number == 0 else ("group",):
-                before, after, checks = bench.reinforce(seed, advantage, warm)
+                before, after, checks = bench.reinforce(seed, advantage, warm, before)
                 runs.append(
                     {
                         "seed": seed,

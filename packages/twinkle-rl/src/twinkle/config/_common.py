@@ -81,7 +81,7 @@ class WarmupConfig(Section):
     """Run the warm-up (a model that can already answer does not need it)."""
     target_accuracy: float = Field(default=0.40, gt=0, lt=1)
     """Stop when the sampled accuracy on problems kept out of the warm-up reaches this."""
-    min_steps: int = Field(default=100, ge=1)
+    min_steps: int = Field(default=250, ge=1)
     """Steps before the first look at the accuracy."""
     max_steps: int = Field(default=1200, ge=1)
     """Give up with an error after this many steps."""

@@ -32,8 +32,8 @@ class Checks:
     """Largest |sampler - trainer| log-probability of a sampled token, right after a sync."""
     fewest_tokens: int | None = None
     """Fewest tokens that one sync was checked over."""
-    ratio_gap_trainer: float = 0.0
-    """Largest |first PPO ratio - 1| with the old log-probabilities recomputed by the trainer."""
+    ratio_gap_trainer: float | None = None
+    """Largest |first PPO ratio - 1| with the old log-probabilities recomputed by the trainer; None where they are the sampler's."""
     ratio_gap_sampler: float = 0.0
     """The same with the sampler's log-probabilities."""
     kl_by_step: list[float] = field(default_factory=list)
@@ -110,10 +110,9 @@ class GRPOLoop:
         clock.lap("reward_s")
         features, row = self._with_logprobs(sampled, advantages)
         row |= train_step(self._actor, features, config)
+        self._note_first_ratio(row)
         clock.lap("train_s")
         self._steps += 1
-        if config.old_logprobs == "trainer":
-            self.checks.ratio_gap_trainer = max(self.checks.ratio_gap_trainer, row["ratio_max_deviation"])
         tokens = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
         row = {
             "step": self._steps,
@@ -153,37 +152,46 @@ class GRPOLoop:
         return advantages
 
     def _with_logprobs(self, sampled: list[InputFeature], advantages: NDArray[np.floating]) -> tuple[list[InputFeature], dict[str, Any]]:
-        """Recompute log-probabilities with the trainer (and the reference), check them, and put them into the features."""
+        """Advantages into the features; and, where they are needed, the log-probabilities of the trainer and of the reference."""
+        self._note_tokens(sampled)
+        from_sampler = self.config.old_logprobs == "sampler"
+        if from_sampler and self._reference is None:
+            # The loss itself compares the trainer's log-probabilities with the sampler's: scoring the batch once more tells nothing new.
+            return [replace(feature, advantages=float(value)) for feature, value in zip(sampled, advantages, strict=True)], {}
         size = self.config.actor.micro_batch_size
         models = [self._actor] if self._reference is None else [self._actor, self._reference]
         # Both score the batch at the same time: forward_only returns a LazyResult.
         scores: list[Any] = [model.forward_only(sampled, micro_batch_size=size) for model in models]
         policy, *anchors = [score.logprobs for score in gather(*scores)]
-        row = self._check(sampled, policy)
+        row = self._compare(sampled, policy)
         if anchors:
             row["kl"] = mean_kl(sampled, policy, anchors[0])
             self.checks.kl_by_step.append(row["kl"])
         reference = anchors[0] if anchors else [None] * len(sampled)
-        keep = self.config.old_logprobs == "sampler"
         features = [
-            replace(feature, logprobs=feature.logprobs if keep else own, ref_logprobs=anchor, advantages=float(advantage))
+            replace(feature, logprobs=feature.logprobs if from_sampler else own, ref_logprobs=anchor, advantages=float(advantage))
             for feature, own, anchor, advantage in zip(sampled, policy, reference, advantages, strict=True)
         ]
         return features, row
 
-    def _check(self, sampled: Sequence[InputFeature], trainer_logprobs: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
-        gaps = np.concatenate(
-            [
-                _completion(feature, logprobs) - _completion(feature, feature.logprobs)
-                for feature, logprobs in zip(sampled, trainer_logprobs, strict=True)
-            ]
-        )
-        gap, ratio = float(np.abs(gaps).max()), float(np.abs(np.expm1(gaps)).max())
+    def _compare(self, sampled: Sequence[InputFeature], policy: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+        """How far the sampler's log-probabilities are from the trainer's."""
+        pairs = zip(sampled, policy, strict=True)
+        gaps = np.concatenate([_completion(feature, own) - _completion(feature, feature.logprobs) for feature, own in pairs])
+        return {"sampler_logprob_gap": float(np.abs(gaps).max()), "sampler_ratio_gap": float(np.abs(np.expm1(gaps)).max())}
+
+    def _note_tokens(self, sampled: Sequence[InputFeature]) -> None:
+        count = sum(int(np.count_nonzero(feature.completion_mask)) for feature in sampled if feature.completion_mask is not None)
+        self.checks.fewest_tokens = min(count, self.checks.fewest_tokens or count)
+
+    def _note_first_ratio(self, row: dict[str, Any]) -> None:
         checks = self.checks
-        checks.logprob_gap = max(checks.logprob_gap, gap)
-        checks.ratio_gap_sampler = max(checks.ratio_gap_sampler, ratio)
-        checks.fewest_tokens = min(len(gaps), checks.fewest_tokens or len(gaps))
-        return {"sampler_logprob_gap": gap, "sampler_ratio_gap": ratio}
+        if self.config.old_logprobs == "trainer":
+            checks.ratio_gap_trainer = max(checks.ratio_gap_trainer or 0.0, row["ratio_max_deviation"])
+        else:
+            row |= {"sampler_logprob_gap": row["logprob_gap"], "sampler_ratio_gap": row["ratio_max_deviation"]}
+        checks.logprob_gap = max(checks.logprob_gap, row["sampler_logprob_gap"])
+        checks.ratio_gap_sampler = max(checks.ratio_gap_sampler, row["sampler_ratio_gap"])
 
 
 def set_up_actor(actor: MegatronModel, config: GRPOConfig) -> None:

@@ -68,7 +68,7 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     with running(config.runtime, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
         model = starting_checkpoint(config, task, folder)
         progress.say("starting the actor and the sampler")
-        actor, sampler, reference = _build(config, layout, model)
+        actor, sampler, reference = build_components(config, layout, model)
         weights = CheckpointEngineManager(model=actor, sampler=sampler)
         template = Template(str(model))
         sampler.set_template(template)
@@ -112,7 +112,7 @@ def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Pa
         return write_tiny_qwen3(path, toy_tokenizer(texts), seed=config.seed)
 
 
-def _build(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
+def build_components(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
     """Build all components; on Ray at the same time, since each one's engine takes seconds to import."""
 
     def trainer() -> MegatronModel:
