@@ -14,7 +14,7 @@ def _no_settings_in_the_environment(monkeypatch):
 
 def test_the_tiny_preset_is_the_default():
     config = GRPOConfig.load([])
-    assert (config.preset, config.steps, config.warmup.enabled) == ("tiny", 60, True)
+    assert (config.preset, config.steps, config.warmup.enabled) == ("tiny", 120, True)
 
 
 def test_a_preset_changes_defaults_and_a_flag_beats_the_preset():

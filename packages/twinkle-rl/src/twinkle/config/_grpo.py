@@ -22,7 +22,7 @@ class GRPOConfig(CommandConfig):
     """Folder for everything that the run writes; empty: runs/<command>-<time>."""
     seed: int = Field(default=0, ge=0)
     """Seed of the model's initialisation, of the order of the data and of sampling."""
-    steps: int = Field(default=60, ge=0)
+    steps: int = Field(default=120, ge=0)
     """GRPO steps (one weight sync, one rollout, one or more updates each)."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts of one rollout."""
@@ -32,7 +32,7 @@ class GRPOConfig(CommandConfig):
     """Longest completion, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; it travels with every token to the loss."""
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=2e-4, gt=0)
     """Peak learning rate (Adam, betas 0.9 and 0.95)."""
     lr_warmup_steps: int = Field(default=5, ge=0)
     """Steps of linear learning-rate warm-up."""
@@ -53,7 +53,7 @@ class GRPOConfig(CommandConfig):
     advantage: Literal["group", "shuffled", "likelihood"] = "group"
     """'group' is GRPO; the other two are controls that must not learn: advantages shuffled within each group, and
     the policy's own likelihood as the reward."""
-    eval_every: int = Field(default=20, ge=0)
+    eval_every: int = Field(default=40, ge=0)
     """Steps between two evaluations on held-out problems (0: only before and after)."""
     eval_samples: int = Field(default=2, ge=1)
     """Samples of each held-out problem at the training temperature (greedy decoding is evaluated beside it)."""
