@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,22 +112,11 @@ def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Pa
 
 
 def build_components(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
-    """Build all components; on Ray at the same time, since each one's engine takes seconds to import."""
-
-    def trainer() -> MegatronModel:
-        return build_trainer(model, layout, config.actor, config.seed)
-
-    def sampling() -> vLLMSampler:
-        return build_sampler(model, layout, config)
-
+    """Build the sampler, the actor and, where it is needed, the reference. One after the other: Ctrl-C ends a wait in the main thread only."""
+    sampler = build_sampler(model, layout, config)
+    actor = build_trainer(model, layout, config.actor, config.seed)
     with_reference = config.measure_kl or config.kl_beta > 0
-    if config.runtime.mode == "local":
-        sampler = sampling()
-        return trainer(), sampler, trainer() if with_reference else None
-    with ThreadPoolExecutor(thread_name_prefix="build") as pool:
-        sampler, actor = pool.submit(sampling), pool.submit(trainer)
-        reference = pool.submit(trainer) if with_reference else None
-        return actor.result(), sampler.result(), reference.result() if reference else None
+    return actor, sampler, build_trainer(model, layout, config.actor, config.seed) if with_reference else None
 
 
 def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
