@@ -24,7 +24,7 @@ from twinkle_train import (
     reduce_sum,
     reduce_totals,
 )
-from twinkle_train.testing import ReferenceTrainer, conformance, random_features
+from twinkle_train.testing import ReferenceTrainer, conformance, random_features, run_ranks
 
 
 class DataParallel(ReferenceTrainer):
@@ -63,7 +63,7 @@ def _conform(path, saved, equal_micro_batches):
 
 
 @pytest.mark.parametrize("equal_micro_batches", [False, True])
-def test_a_data_parallel_trainer_conforms(run_ranks, checkpoint, tmp_path, equal_micro_batches):
+def test_a_data_parallel_trainer_conforms(checkpoint, tmp_path, equal_micro_batches):
     run_ranks(_conform, 2, checkpoint, tmp_path / "saved", equal_micro_batches)
 
 
@@ -81,7 +81,7 @@ def _unreduced(path):
         conformance.check_loss_and_gradients(trainer, reference, rows, share=share)
 
 
-def test_gradients_that_are_not_summed_over_data_ranks_fail_the_suite(run_ranks, checkpoint):
+def test_gradients_that_are_not_summed_over_data_ranks_fail_the_suite(checkpoint):
     run_ranks(_unreduced, 2, checkpoint)
 
 
@@ -96,7 +96,7 @@ def _unequal_rows(path):
     conformance.check_logprobs(trainer, reference, rows, share=share, micro_batch_size=1)
 
 
-def test_data_ranks_with_unequal_rows_neither_hang_nor_count_fillers(run_ranks, checkpoint):
+def test_data_ranks_with_unequal_rows_neither_hang_nor_count_fillers(checkpoint):
     run_ranks(_unequal_rows, 2, checkpoint)
 
 
@@ -124,7 +124,7 @@ def _failing_loss(path):
     return trainer.forward_backward(rows).loss
 
 
-def test_a_loss_that_fails_on_one_rank_stops_all_and_none_hangs(run_ranks, checkpoint):
+def test_a_loss_that_fails_on_one_rank_stops_all_and_none_hangs(checkpoint):
     first, second = run_ranks(_failing_loss, 2, checkpoint)
     assert first == second
 
@@ -148,7 +148,7 @@ def _reduce():
     return totals, reduce_sum([rank, 1.0], groups), reduce_max([rank], groups)
 
 
-def test_totals_are_reduced_over_data_ranks_and_known_to_all_stages(run_ranks):
+def test_totals_are_reduced_over_data_ranks_and_known_to_all_stages():
     results = run_ranks(_reduce, 4)
     for rank, (totals, summed, largest) in enumerate(results):
         assert (totals.loss_sum, totals.weight, totals.loss) == (3.0, 6.0, 0.5)
@@ -169,7 +169,7 @@ def _reduce_failing():
     return reduce_totals(Totals(1.0, 1.0) if groups.is_last_stage else None, groups).loss_sum
 
 
-def test_a_failure_on_one_last_stage_reaches_every_rank(run_ranks):
+def test_a_failure_on_one_last_stage_reaches_every_rank():
     assert run_ranks(_reduce_failing, 4) == [2.0] * 4
 
 
@@ -192,7 +192,7 @@ def _twice():
     return dist.get_backend(), dist.get_world_size(), total.item()
 
 
-def test_ranks_of_a_launcher_meet_and_meeting_again_does_nothing(run_ranks):
+def test_ranks_of_a_launcher_meet_and_meeting_again_does_nothing():
     assert run_ranks(_twice, 3) == [("gloo", 3, 6.0)] * 3
 
 
@@ -202,7 +202,7 @@ def _alone():
     return _twice()
 
 
-def test_one_process_without_a_launcher_is_a_group_of_one(run_ranks):
+def test_one_process_without_a_launcher_is_a_group_of_one():
     assert run_ranks(_alone, 1) == [("gloo", 1, 1.0)]
 
 
@@ -214,7 +214,7 @@ def _too_few():
     return time.monotonic() - start
 
 
-def test_a_rank_that_never_comes_is_an_error_after_the_timeout(run_ranks):
+def test_a_rank_that_never_comes_is_an_error_after_the_timeout():
     assert run_ranks(_too_few, 1)[0] < 20
 
 
@@ -231,5 +231,41 @@ def _refusals():
         init_process_group("cuda", 10)
 
 
-def test_device_types_that_do_not_fit_are_refused(run_ranks):
+def test_device_types_that_do_not_fit_are_refused():
     run_ranks(_refusals, 1)
+
+
+def _die():
+    os._exit(3)
+
+
+def _raise_on_one():
+    if os.environ["RANK"] == "1":
+        raise KeyError("only rank 1")
+    return 0
+
+
+def _sleep():
+    time.sleep(60)
+
+
+def test_ranks_that_fail_die_or_hang_are_told_apart():
+    with pytest.raises(AssertionError, match=r"rank 0 ended without a result, with exit code 3"):
+        run_ranks(_die, 1)
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*KeyError: 'only rank 1'") as failed:
+        run_ranks(_raise_on_one, 2)
+    assert "rank 0" not in str(failed.value)
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 0 had no result after 1 s"):
+        run_ranks(_sleep, 1, timeout_s=1)
+    assert time.monotonic() - start < 20
+    with pytest.raises(ValueError, match="top level of a file"):
+        run_ranks(lambda: None, 1)
+
+
+def test_ranks_do_not_inherit_the_callers_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert run_ranks(_alone, 1) == [("gloo", 1, 1.0)]
+    finally:
+        dist.destroy_process_group()
