@@ -32,6 +32,17 @@ def test_flag_beats_environment_beats_file_beats_preset(tmp_path, monkeypatch):
     assert (config.lr, config.steps, config.actor.tp, config.task.held_out, config.task.few_shot) == (0.25, 8, 2, 20, 3)
 
 
+def test_a_misspelt_variable_is_an_error_and_those_of_others_are_left_alone(monkeypatch):
+    for foreign in ("TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TWINKLE_DATASET", "TWINKLE_X"):
+        monkeypatch.setenv(foreign, "1")
+    GRPOConfig.load([])
+    for wrong, right in {"TWINKLE_STEP": "TWINKLE_STEPS", "TWINKLE_ACTORS__TP": "TWINKLE_ACTOR"}.items():
+        monkeypatch.setenv(wrong, "1")
+        with pytest.raises(ConfigError, match=f"{wrong}: there is no such setting; did you mean {right}"):
+            GRPOConfig.load([])
+        monkeypatch.delenv(wrong)
+
+
 def test_flags_of_one_section_do_not_reset_the_rest_of_it():
     config = GRPOConfig.load(["--preset=smollm2", "--task.terms", "3"])
     assert (config.task.terms, config.task.few_shot) == (3, 3)

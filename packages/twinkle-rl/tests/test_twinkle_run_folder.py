@@ -22,12 +22,27 @@ except RunFolderError as error:
     print(error)
 """
 
+WRITE_TENSORS = """
+import sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from twinkle import RunFolderError
+from twinkle.run import RunFolder
+try:
+    with RunFolder(Path(sys.argv[1]) / 'run').writing('model.safetensors') as path:
+        save_file({'a': np.zeros(2 << 20)}, path)
+    print('written')
+except RunFolderError as error:
+    print(error)
+"""
 
-def _write_on(tmp_path, options: str) -> str:
+
+def _write_on(tmp_path, options: str, code: str = WRITE) -> str:
     """Try a run folder on a file system of its own, mounted where only this child sees it."""
     script = f'mount -t tmpfs -o {options} tmpfs "$1" && exec "$2" -c "$3" "$1"'
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), sys.executable, WRITE], capture_output=True, text=True, timeout=60, check=False
+        ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), sys.executable, code], capture_output=True, text=True, timeout=60, check=False
     )
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mounts here: {done.stderr.strip()}")
@@ -40,6 +55,14 @@ def test_a_full_disk_is_told_with_the_room_left_and_the_fix(tmp_path):
     assert "No space left on device" in message
     assert "MiB free there" in message
     assert "--run-dir" in message
+
+
+@needs_root
+def test_a_disk_that_fills_while_tensors_are_written_is_told_the_same_way(tmp_path):
+    message = _write_on(tmp_path, "size=4m", WRITE_TENSORS)
+    assert "No space left on device" in message
+    assert "--run-dir" in message
+    assert "Traceback" not in message
 
 
 @needs_root

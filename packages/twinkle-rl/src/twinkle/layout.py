@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twinkle._errors import ConfigError
 from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig
@@ -107,6 +109,34 @@ def build_sampler(model: Path, layout: Layout, config: GRPOConfig) -> vLLMSample
         "seed": config.seed,
     }
     return vLLMSampler(str(model), engine_args=engine_args, device_mesh=layout.sampler_mesh, remote_group=SAMPLER)
+
+
+def build_together(*builders: Callable[[], Any]) -> list[Any]:
+    """Run functions that build components on Ray at the same time: each one's engine takes seconds to import, on its own workers.
+
+    Returns:
+        what they returned, in their order.
+
+    Raises:
+        BaseException: the first failure, or Ctrl-C, at once. The others are left waiting for workers that end with the runtime.
+    """
+    done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+
+    def build(number: int, builder: Callable[[], Any]) -> None:
+        try:
+            done.put((number, builder(), None))
+        except BaseException as error:
+            done.put((number, None, error))
+
+    for number, builder in enumerate(builders):
+        threading.Thread(target=build, args=(number, builder), name=f"build {number}", daemon=True).start()
+    built: dict[int, Any] = {}
+    while len(built) < len(builders):
+        number, value, error = done.get()  # Ctrl-C ends this wait; every builder has deadlines of its own
+        if error is not None:
+            raise error
+        built[number] = value
+    return [built[number] for number in range(len(builders))]
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, InitSettingsSourc
 from twinkle._errors import ConfigError
 
 ENV_PREFIX = "TWINKLE_"
+# Variables of that prefix that are not settings of a command.
+_OTHER_VARIABLES = frozenset({"TWINKLE_SERVER_URL", "TWINKLE_SERVER_TOKEN", "TWINKLE_PYTHON", "TWINKLE_UV"})
 
 
 class _Parser(ArgumentParser):
@@ -79,6 +81,7 @@ class CommandConfig(BaseSettings):
             SystemExit: after `--help`.
         """
         words = list(argv)
+        _refuse_misspelt_variables(cls)
         file_values = _read_toml(_take_option(words, "--config"))
         preset = (
             _peek_option(words, "--preset")
@@ -106,6 +109,19 @@ _EPILOG = f"Also: --config FILE.toml reads the same fields from a file; environm
 def option_names(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Every command-line option of a configuration, e.g. `--actor.sequence-parallel`."""
     return [f"--{prefix}{name}" for name in _dotted_names(model)]
+
+
+def _refuse_misspelt_variables(model: type[BaseModel]) -> None:
+    """A variable that is nearly a setting's is a typo, which pydantic-settings would ignore. One of another command or program is not near."""
+    known = [name.upper() for name in model.model_fields]
+    for variable in sorted(os.environ):
+        name = variable.upper().partition("__")[0]
+        if not name.startswith(ENV_PREFIX) or name in _OTHER_VARIABLES:
+            continue
+        setting = name.removeprefix(ENV_PREFIX)
+        near = difflib.get_close_matches(setting, known, n=1, cutoff=0.75)
+        if near and setting not in known:
+            raise ConfigError(f"environment variable {variable}: there is no such setting; did you mean {ENV_PREFIX}{near[0]}?")
 
 
 def _dotted_names(model: type[BaseModel]) -> Iterator[str]:

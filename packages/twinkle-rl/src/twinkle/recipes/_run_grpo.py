@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from twinkle.config import GRPOConfig
 from twinkle.installed import PLOT, RAY, SAMPLER, TASK, TRAINER, require_parts
-from twinkle.layout import Layout, build_sampler, build_trainer, draw_layout, plan_layout, running
+from twinkle.layout import Layout, build_sampler, build_together, build_trainer, draw_layout, plan_layout, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
 from twinkle.recipes._evaluate import Evaluation
 from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
@@ -112,11 +114,13 @@ def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Pa
 
 
 def build_components(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
-    """Build the sampler, the actor and, where it is needed, the reference. One after the other: Ctrl-C ends a wait in the main thread only."""
-    sampler = build_sampler(model, layout, config)
-    actor = build_trainer(model, layout, config.actor, config.seed)
-    with_reference = config.measure_kl or config.kl_beta > 0
-    return actor, sampler, build_trainer(model, layout, config.actor, config.seed) if with_reference else None
+    """Build the actor, the sampler and, where it is needed, the reference; on Ray all at the same time."""
+    trainer = partial(build_trainer, model, layout, config.actor, config.seed)
+    builders: list[Callable[[], Any]] = [trainer, partial(build_sampler, model, layout, config)]
+    if config.measure_kl or config.kl_beta > 0:
+        builders.append(trainer)
+    actor, sampler, *reference = [build() for build in builders] if config.runtime.mode == "local" else build_together(*builders)
+    return actor, sampler, reference[0] if reference else None
 
 
 def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:

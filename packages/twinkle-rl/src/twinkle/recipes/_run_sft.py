@@ -39,7 +39,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     folder.write_json("config.json", config.model_dump(mode="json"))
     say(console, draw_layout(layout))
     with running(config.runtime, layout), PeakMemory() as memory:
-        model = existing_checkpoint(config.model) if config.model else write_tiny_qwen3(folder.path / "model", toy_tokenizer(texts), seed=config.seed)
+        model = _starting_checkpoint(config, texts, folder)
         template = Template(str(model), max_length=config.max_length)
         actor = build_trainer(model, layout, config.actor, config.seed)
         set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)
@@ -60,6 +60,13 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     folder.write_json("summary.json", {**summary, "peak_memory_bytes": memory.peak_bytes})
     say(console, f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {summary['seconds']:.0f} s; written to {folder.path}")
     return folder.path
+
+
+def _starting_checkpoint(config: SFTConfig, texts: list[str], folder: RunFolder) -> Path:
+    if config.model is not None:
+        return existing_checkpoint(config.model)
+    with folder.writing("model") as path:
+        return write_tiny_qwen3(path, toy_tokenizer(texts), seed=config.seed)
 
 
 def _conversations(config: SFTConfig) -> tuple[list[Trajectory], list[str]]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from twinkle._errors import RunFolderError
 
 
@@ -56,7 +58,7 @@ class RunFolder:
         return target
 
     def append_line(self, name: str, value: Mapping[str, Any]) -> None:
-        """Append one JSON line; it is on disk when this returns."""
+        """Append one JSON line; the operating system has it when this returns."""
         with self._explained("write"), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(value, default=float) + "\n")
 
@@ -84,10 +86,9 @@ class RunFolder:
             yield
         except (RunFolderError, TimeoutError, ConnectionError):  # the last two are of a worker that writes, not of the disk
             raise
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot {verb} run folder {self.path}: {error.strerror or error}{self._free()}; choose another one with --run-dir"
-            ) from error
+        except (OSError, SafetensorError) as error:  # safetensors wraps what the disk said
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise RunFolderError(f"cannot {verb} run folder {self.path}: {reason}{self._free()}; choose another one with --run-dir") from error
 
     def _free(self) -> str:
         """How much room there is, where that can be said."""
