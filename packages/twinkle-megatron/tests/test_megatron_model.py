@@ -323,3 +323,21 @@ def test_a_gpu_model_in_a_process_of_the_cpu_platform_is_refused(checkpoint: Any
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="CPU platform: build GPU models in a process of their own"):
         MegatronModel(checkpoint("qwen3"), DeviceMesh.from_sizes(device_type="cuda"))
+
+
+def _floats_alive() -> int:
+    gc.collect()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)}
+    return sum(storages.values())
+
+
+def test_a_model_that_only_scores_holds_no_gradients(build: Any, checkpoint: Any) -> None:
+    features = [InputFeature(input_ids=np.arange(1, 6), labels=np.arange(1, 6))]
+    before = _floats_alive()
+    model = build(checkpoint("qwen3"))
+    weights = sum(array.size for array in model.export_weights().values())
+    model.forward_only(features)
+    assert _floats_alive() - before < 1.5 * weights
+    model.set_loss("cross_entropy")
+    model.forward_backward(features)
+    assert _floats_alive() - before > 1.9 * weights

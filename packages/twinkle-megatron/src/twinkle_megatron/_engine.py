@@ -66,13 +66,22 @@ class Engine:
             self._release()
             raise
         self._bridge = bridge
-        self._chunks: list[Any] = [self._wrap(chunk) for chunk in bare]
+        self._bare: list[Any] = bare
+        self._wrapped: list[Any] | None = None
         self._tp_group: Any = parallel_state.get_tensor_model_parallel_group()
 
-    def _wrap(self, chunk: torch.nn.Module) -> torch.nn.Module:
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._distributed_optimizer)
-        chunk_config: Any = chunk.config
-        return DistributedDataParallel(chunk_config, config, chunk)
+    @property
+    def _chunks(self) -> list[Any]:
+        """This rank's model chunks: bare until something needs gradients, since their buffers are as large as the model."""
+        return self._bare if self._wrapped is None else self._wrapped
+
+    @property
+    def _trained_chunks(self) -> list[Any]:
+        """The same with gradient buffers (fp32, one value a weight)."""
+        if self._wrapped is None:
+            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._distributed_optimizer)
+            self._wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self._bare]
+        return self._wrapped
 
     @property
     def groups(self) -> ReduceGroups:
@@ -95,7 +104,7 @@ class Engine:
 
     def forward(self, micro_batch: MicroBatch) -> TokenOutputs:
         """One micro-batch with a graph; only without a pipeline."""
-        (chunk,) = self._chunks
+        (chunk,) = self._trained_chunks
         chunk.train()
         return self._outputs(micro_batch, chunk(micro_batch.input_ids_RC, micro_batch.position_ids_RC, None))
 
@@ -120,9 +129,10 @@ class Engine:
                     failure = error
             return token_outputs.logprobs_BT.sum() * 0.0
 
-        for chunk in self._chunks:
+        chunks = self._chunks if compute_loss is None else self._trained_chunks
+        for chunk in chunks:
             chunk.train(compute_loss is not None)
-        run_schedule(self._chunks, micro_batches, on_last_stage, forward_only=compute_loss is None)
+        run_schedule(chunks, micro_batches, on_last_stage, forward_only=compute_loss is None)
         if failure is not None:
             raise failure
         return outputs if parallel_state.is_pipeline_last_stage() else None
@@ -142,11 +152,11 @@ class Engine:
 
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold other data, and weights that several ranks share."""
-        reduce_gradients(self._chunks)
+        reduce_gradients(self._trained_chunks)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies all gradients."""
-        for chunk in self._chunks:
+        for chunk in self._trained_chunks:
             chunk.scale_gradients(factor)
 
     def gradient_norm(self) -> float:
@@ -159,7 +169,7 @@ class Engine:
             return self._optimizer.grad_norm()
         gradients = [
             parameter.main_grad
-            for chunk in self._chunks
+            for chunk in self._trained_chunks
             for parameter in chunk.parameters()
             if parameter.requires_grad and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
         ]
@@ -174,7 +184,7 @@ class Engine:
         """
         if self._distributed_optimizer and config.name == "sgd":
             raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'sgd', which has no states to shard")
-        self._optimizer = Optimizer(self._chunks, config, self._dtype, distributed=self._distributed_optimizer)
+        self._optimizer = Optimizer(self._trained_chunks, config, self._dtype, distributed=self._distributed_optimizer)
 
     def step(self, learning_rate: float) -> None:
         """One optimizer step with the gradients as they are."""
@@ -183,7 +193,7 @@ class Engine:
 
     def zero_gradients(self) -> None:
         """Drops all gradients."""
-        for chunk in self._chunks:
+        for chunk in self._wrapped or ():
             chunk.zero_grad_buffer()
 
     # Weights.
@@ -201,8 +211,8 @@ class Engine:
     def export_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients under their Hugging Face names. Collective: all ranks iterate to the end."""
         if self._distributed_optimizer:
-            gather_sharded_gradients(self._chunks)
-        return self._bridge.export_gradients(self._chunks)
+            gather_sharded_gradients(self._trained_chunks)
+        return self._bridge.export_gradients(self._trained_chunks)
 
 
 _OWNED = (

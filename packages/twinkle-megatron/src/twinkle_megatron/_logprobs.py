@@ -31,8 +31,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         index_BT = torch.where(mine_BT, index_BT, 0)
         target_BT = torch.where(mine_BT, scaled_BTV.gather(-1, index_BT[..., None])[..., 0], 0.0)
         exp_BTV = scaled_BTV.exp()
-        # At padded columns exp(-inf) * -inf is NaN; the limit is 0.
-        weighted_BT = torch.where(exp_BTV > 0, exp_BTV * scaled_BTV, 0.0).sum(-1)
+        # In place, for these are the largest tensors of a step. At padded columns exp(-inf) * -inf is NaN; the limit is 0. A NaN that is
+        # in the logits is still seen in the other sums.
+        weighted_BT = scaled_BTV.mul_(exp_BTV).nansum(-1)
         sums = torch.stack([target_BT, exp_BTV.sum(-1), weighted_BT])
         if group.size() > 1:
             dist.all_reduce(sums, group=group)

@@ -90,7 +90,7 @@ class GRPOConfig(CommandConfig):
                 "task": {"size": 2000, "held_out": 32, "few_shot": 3},
                 "sampler": {"max_model_len": 384, "max_num_seqs": 64, "kv_cache_bytes": 512 << 20},
                 "warmup": {"enabled": False},
-                "actor": {"micro_batch_size": 8},
+                "actor": {"micro_batch_size": 4},
             },
         }
 
