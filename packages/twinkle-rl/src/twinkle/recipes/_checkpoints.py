@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -68,7 +70,9 @@ def write_smollm2(path: Path) -> Path:
     folder, name = str(source.parent), source.name
     with without_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+        # transformers 5.19's bar for GGUF files ignores its own switch.
+        with contextlib.redirect_stderr(io.StringIO()):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
         # The quantisation entry would make save_pretrained write a checkpoint that no longer loads.
         config = loaded.config
         if hasattr(config, "quantization_config"):
