@@ -1,3 +1,4 @@
+import itertools
 import pickle
 import warnings
 from collections import Counter
@@ -119,6 +120,81 @@ def test_a_group_whose_visible_devices_are_taken_is_told_by_whom() -> None:
     groups = [DeviceGroup("first", 2, "cuda", visible_devices="0,1"), DeviceGroup("second", 2, "cuda", visible_devices="0,1")]
     with pytest.raises(PlacementError, match=r"'second' .* Taken by first; groups share devices by listing the same ranks"):
         plan_placement(groups, cluster(4))
+
+
+def test_mig_instances_are_placed_one_to_a_worker() -> None:
+    parts = ("MIG-8c1f0000-01", "MIG-8c1f0000-02", "MIG-8c1f0000-03")
+    node = Node("n", 3, 8, gpu_ids=parts)
+    plan = plan_placement([DeviceGroup("a", 2, "cuda", visible_devices="MIG-8c1f0000-03,MIG-8c1f0000-01"), DeviceGroup("b", 1, "cuda")], [node])
+    assert where(plan, "a") == [(0, (parts[2],)), (0, (parts[0],))]
+    assert where(plan, "b") == [(0, (parts[1],))]
+    assert plan.environment("a", 0) == {"CUDA_VISIBLE_DEVICES": parts[2]}
+    # CUDA would show such a worker the first instance only.
+    with pytest.raises(PlacementError, match=r"worker 0 would get MIG-8c1f0000-01 MIG-8c1f0000-02 on node 0 \(n\).*one MIG instance at most"):
+        plan_placement([DeviceGroup("a", 2, "cuda", gpus_per_worker=2)], [node])
+    mixed = Node("n", 3, 8, gpu_ids=("GPU-aa01", "GPU-aa02", parts[0]))
+    assert where(plan_placement([DeviceGroup("a", 2, "cuda", gpus_per_worker=2)], [mixed]), "a") == [(0, ("GPU-aa01", "GPU-aa02"))]
+
+
+def test_a_uuid_that_nodes_cannot_know_is_told_with_the_remedy() -> None:
+    with pytest.raises(PlacementError, match=r"GPU-aa01.*know their devices by index only: name indices, or list UUIDs in CUDA_VISIBLE_DEVICES"):
+        plan_placement([DeviceGroup("a", 1, "cuda", visible_devices="GPU-aa01")], cluster(4))
+    with pytest.raises(PlacementError) as caught:
+        plan_placement([DeviceGroup("a", 1, "cuda", visible_devices="GPU-zz")], [Node("n", 4, 8, gpu_ids=UUIDS)])
+    assert "by index only" not in str(caught.value)
+
+
+def test_uuids_of_several_nodes_choose_on_each_its_own() -> None:
+    nodes = [Node("x", 2, 8, gpu_ids=UUIDS[:2]), Node("y", 2, 8, gpu_ids=UUIDS[2:])]
+    plan = plan_placement([DeviceGroup("a", 3, "cuda", visible_devices="GPU-cc04,GPU-aa02,GPU-bb03")], nodes)
+    # The node with most of them first; on a node the order that was asked for.
+    assert where(plan, "a") == [(1, ("GPU-cc04",)), (1, ("GPU-bb03",)), (0, ("GPU-aa02",))]
+
+
+def test_groups_of_every_kind_share_two_nodes() -> None:
+    groups = [
+        DeviceGroup("actor", 8, "cuda"),
+        DeviceGroup("sampler", 4, "cuda", gpus_per_worker=2),
+        DeviceGroup("judge", [12, 13], "cuda", gpus_per_worker=2),
+        DeviceGroup("reference", [12, 13], "cuda"),
+        DeviceGroup("debug", 1, "cuda", visible_devices="7"),
+        DeviceGroup("data", 3, "cpu"),
+    ]
+    plan = plan_placement(groups, cluster(8, 8))
+    assert list(plan.workers) == [group.name for group in groups]
+    # The judge and the reference are on devices 4 and 5 of the second node and share them; all others are alone.
+    assert where(plan, "judge") == [(1, ("4", "5"))]
+    assert where(plan, "reference") == [(1, ("4",)), (1, ("5",))]
+    assert [plan.device_share(group.name) for group in groups] == [1, 1, 0.5, 0.5, 1, 1]
+    users = Counter((slot.node_index, device) for slots in plan.workers.values() for slot in slots for device in slot.device_ids)
+    assert {place for place, count in users.items() if count > 1} == {(1, "4"), (1, "5")}
+    assert where(plan, "debug")[0][1] == ("7",)
+    assert plan.environment("sampler", 0)["CUDA_VISIBLE_DEVICES"].count(",") == 1
+    assert [plan.environment("data", rank) for rank in range(3)] == [{}] * 3
+    # Ranks ascend by node, so that neighbours are neighbours.
+    for name in plan.workers:
+        order = [node for node, _ in where(plan, name)]
+        assert sum(left != right for left, right in itertools.pairwise(order)) == len(set(order)) - 1
+
+
+@pytest.mark.parametrize(
+    ("device_type", "variable"),
+    [
+        ("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("xpu", "ZE_AFFINITY_MASK"),
+        ("hpu", "HABANA_VISIBLE_MODULES"),
+        ("mlu", "MLU_VISIBLE_DEVICES"),
+        ("musa", "MUSA_VISIBLE_DEVICES"),
+        ("rocm", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_other_accelerators_are_planned_with_their_variable(device_type: str, variable: str) -> None:
+    nodes = [Node(f"n{i}", 4, 8, device_type=device_type) for i in range(2)]
+    groups = [DeviceGroup("a", 4, device_type, gpus_per_worker=2), DeviceGroup("b", [6, 7], device_type), DeviceGroup("c", 1, device_type)]
+    plan = plan_placement(groups, nodes)
+    assert plan.environment("a", 1) == {variable: "2,3"}
+    assert plan.environment("b", 0) == {variable: "2"}
+    assert where(plan, "c") == [(1, ("0",))]
 
 
 def test_npu_groups_go_to_npu_nodes_with_their_variable() -> None:

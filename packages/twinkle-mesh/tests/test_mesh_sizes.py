@@ -68,6 +68,14 @@ def test_expert_tensor_parallel_size_follows_tp_unless_it_is_set() -> None:
     [
         ({"world_size": 8, "dp_size": 8, "ep_size": 3}, "ep 3"),
         ({"world_size": 8, "dp_size": 4, "ep_size": 3}, r"world_size=8 is not .*dp 4 .* = 4, nor x ep_fsdp 1 x ep 3 = 12"),
+        ({"world_size": 8, "dp_size": 2}, "= 2; a factor of 4 is missing: dp_size=8 would fill it, or an axis that was left out"),
+        ({"world_size": 8}, "= 1; a factor of 8 is missing: dp_size=8 would fill it"),
+        ({"world_size": 16, "dp_size": 2, "tp_size": 2}, "a factor of 4 is missing: dp_size=8"),
+        (
+            {"world_size": 16, "dp_size": 2, "ep_size": 2},
+            r"a factor of 8 is missing: dp_size=16 .* \(of 4, dp_size=8, where ep_fsdp and ep are axes of their own\)",
+        ),
+        ({"world_size": 4, "dp_size": 8}, "= 8; dp_size=4 would fill it"),
         ({"world_size": 8, "dp_size": 3}, "dp_size=8 would fill it"),
         ({"world_size": 8, "tp_size": 3}, "3 .* does not divide it"),
         ({"world_size": 8, "dp_size": 4, "ep_size": 2, "ep_fsdp_size": 2}, "= 16"),

@@ -1,3 +1,6 @@
+import itertools
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +17,39 @@ def test_slices_partition_any_batch_over_any_mesh(meshes: st.SearchStrategy[Devi
     lengths = [len(batch[part]) for part in slices]
     assert max(lengths) - min(lengths) <= 1
     assert sum(lengths) == n
+
+
+def every_mesh(world_size: int) -> Iterator[DeviceMesh]:
+    """Every mesh of this size: all ways to write it as a product over the six dense axes, and all expert axes of their own."""
+    names = ("pp_size", "dp_size", "fsdp_size", "cp_size", "ulysses_size", "tp_size", "ep_size", "ep_fsdp_size")
+
+    def factors(rest: int, axes: int) -> Iterator[tuple[int, ...]]:
+        if axes == 1:
+            yield (rest,)
+            return
+        for size in range(1, rest + 1):
+            if rest % size == 0:
+                yield from ((size, *others) for others in factors(rest // size, axes - 1))
+
+    for sizes in factors(world_size, len(names)):
+        yield DeviceMesh.from_sizes(world_size=world_size, etp_size=1, **dict(zip(names, sizes, strict=True)))
+
+
+@pytest.mark.parametrize("world_size", range(1, 17))
+def test_slices_partition_every_batch_over_every_mesh_of_up_to_sixteen_ranks(world_size: int) -> None:
+    for mesh in every_mesh(world_size):
+        readers: dict[int, int] = {}
+        for rank in range(world_size):
+            readers.setdefault(mesh.data_rank(rank), rank)
+        assert sorted(readers) == list(range(mesh.data_world_size))
+        for n in range(2 * world_size + 2):
+            slices = [mesh.get_slice(n, readers[data_rank]) for data_rank in range(mesh.data_world_size)]
+            assert slices[0].start == 0
+            assert slices[-1].stop == n
+            assert all(left.stop == right.start for left, right in itertools.pairwise(slices))
+            lengths = [part.stop - part.start for part in slices]
+            assert max(lengths) - min(lengths) <= 1
+            assert min(lengths) >= 0
 
 
 @given(data=st.data(), n=st.integers(0, 100))

@@ -1,12 +1,10 @@
 """Ranks as mixed-radix numbers over named axes, the last axis fastest."""
 
 import operator
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import product
 from math import prod
 from typing import NamedTuple
-
-import numpy as np
 
 from twinkle_mesh._errors import InvalidMeshError, RankOutsideMeshError
 
@@ -32,18 +30,17 @@ class AxisLayout(NamedTuple):
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that differ along `axes` only, in order of their first rank."""
-        return _groups(self.sizes, self._indices(axes))
+        return _groups(self.sizes, self.indices(axes))
 
     def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The group of `groups(axes)` that holds `rank`, without computing the others."""
-        varying = self._indices(axes)
-        coordinates = tuple(self.coordinates(rank).values())
-        strides = [prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
-        base = sum(c * stride for i, (c, stride) in enumerate(zip(coordinates, strides, strict=True)) if i not in varying)
-        steps = [range(0, self.sizes[i] * strides[i], strides[i]) for i in varying]
-        return tuple(base + sum(offsets) for offsets in product(*steps))
+        index = check_rank(rank, self.world_size)
+        steps, offsets = _pattern(self, axes)
+        first = index - sum([index // stride % size * stride for size, stride in steps])
+        return tuple([first + offset for offset in offsets])
 
-    def _indices(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def indices(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Where the axes are in `names`, in that order; InvalidMeshError for an axis that is absent or named twice."""
         for axis in axes:
             if axis not in self.names:
                 raise InvalidMeshError(f"there is no axis {axis!r} here; the axes are {', '.join(self.names)}")
@@ -61,9 +58,35 @@ def check_rank(rank: int, world_size: int) -> int:
 
 
 # Few layouts and few sets of axes are in use in one process; a bound keeps a program that builds many meshes small.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _groups(sizes: tuple[int, ...], varying: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    fixed = [i for i in range(len(sizes)) if i not in varying]
-    ranks = np.arange(prod(sizes)).reshape(sizes).transpose(*fixed, *varying)
-    rows: list[list[int]] = ranks.reshape(-1, prod(sizes[i] for i in varying)).tolist()
-    return tuple(tuple(row) for row in rows)
+    strides = _strides(sizes)
+    firsts = _offsets(sizes, strides, [i for i in range(len(sizes)) if i not in varying])
+    offsets = _offsets(sizes, strides, varying)
+    if len(offsets) > len(firsts):
+        return tuple([tuple([first + offset for offset in offsets]) for first in firsts])
+    # Many small groups: zip makes their tuples several times as fast as a loop would.
+    return tuple(zip(*[[first + offset for first in firsts] for offset in offsets], strict=True))
+
+
+@lru_cache(maxsize=64)
+def _pattern(layout: AxisLayout, axes: tuple[str, ...]) -> tuple[list[tuple[int, int]], list[int]]:
+    """(size, stride) of each of the axes, and how far the members of a group are from its first."""
+    varying = layout.indices(axes)
+    strides = _strides(layout.sizes)
+    return [(layout.sizes[i], strides[i]) for i in varying], _offsets(layout.sizes, strides, varying)
+
+
+def _strides(sizes: tuple[int, ...]) -> list[int]:
+    """How far apart two ranks are that are neighbours on each axis."""
+    return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _offsets(sizes: tuple[int, ...], strides: list[int], axes: Iterable[int]) -> list[int]:
+    """The ranks whose coordinates are 0 but on `axes`, in ascending order."""
+    offsets = [0]
+    for i in axes:
+        if sizes[i] > 1:
+            steps = range(0, sizes[i] * strides[i], strides[i])
+            offsets = [offset + step for offset in offsets for step in steps]
+    return offsets

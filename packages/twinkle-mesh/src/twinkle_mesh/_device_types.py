@@ -14,7 +14,9 @@ _VISIBLE_DEVICES_VARIABLES: dict[str, str | None] = {
     "mlu": "MLU_VISIBLE_DEVICES",
     "musa": "MUSA_VISIBLE_DEVICES",
 }
-_ALIASES = {"gpu": "cuda"}
+_ALIASES = {"gpu": "cuda", "rocm": "cuda"}
+# The id of a part of an NVIDIA GPU (multi-instance GPU). CUDA shows a process one of these at most.
+MIG_PREFIX = "MIG-"
 
 
 def normalize_device_type(device_type: str) -> str:

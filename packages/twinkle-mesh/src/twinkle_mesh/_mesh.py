@@ -7,12 +7,11 @@ those of `megatron.core.parallel_state`.
 import operator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from warnings import warn
 
 from twinkle_mesh._axes import AxisLayout, check_rank
 from twinkle_mesh._device_types import normalize_device_type
-from twinkle_mesh._draw import draw_mesh
 from twinkle_mesh._errors import InvalidMeshError
 from twinkle_mesh._launcher import launcher_rank
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 _DENSE_AXES = ("pp", "dp", "fsdp", "cp", "ulysses", "tp")
+_DENSE_AXES_WITH_EXPERTS = ("pp", "dp", "ep_fsdp", "ep", "fsdp", "cp", "ulysses", "tp")
+_EXPERT_AXES = ("pp", "expert_dp", "ep_fsdp", "ep", "etp")
 _SIZES = ("dp_size", "fsdp_size", "tp_size", "pp_size", "ulysses_size", "cp_size", "ep_size", "etp_size", "ep_fsdp_size")
 
 
@@ -161,8 +162,11 @@ class DeviceMesh:
         length = operator.index(n)
         if length < 0:
             raise InvalidMeshError(f"a batch cannot have {length} items")
-        index = self.data_rank(launcher_rank() if rank is None else rank)
-        share, longer = divmod(length, self.data_world_size)
+        # data_rank and data_world_size written out: schedulers call this once a rank and a batch.
+        inner = self.cp_size * self.ulysses_size * self.tp_size
+        shares = self.world_size // (self.pp_size * inner)
+        index = check_rank(launcher_rank() if rank is None else rank, self.world_size) // inner % shares
+        share, longer = divmod(length, shares)
         start = index * share + min(index, longer)
         return slice(start, start + share + (index < longer))
 
@@ -219,9 +223,22 @@ class DeviceMesh:
         """The same mesh on devices of another type."""
         return replace(self, device_type=device_type)
 
-    def draw(self) -> str:
-        """This mesh as plain text: the sizes, then which ranks serve each data rank on each pipeline stage."""
-        return draw_mesh(self)
+    def draw(self, *, format: Literal["text", "svg"] = "text") -> str:
+        """This mesh as a drawing: the sizes, then which ranks serve each data rank on each pipeline stage.
+
+        format: 'text' is plain ASCII; 'svg' is a whole SVG file that suits light and dark pages. A mesh of any size has a
+        drawing: of many stages and data ranks the first and the last are shown.
+
+        Raises InvalidMeshError (a ValueError) for another format.
+        """
+        check_format(format)
+        if format == "svg":
+            from twinkle_mesh._mesh_svg import mesh_svg
+
+            return mesh_svg(self)
+        from twinkle_mesh._mesh_text import mesh_text
+
+        return mesh_text(self)
 
     def to_torch_device_mesh(self) -> "TorchDeviceMesh":
         """This mesh as a `torch.distributed.DeviceMesh` of the dense axes whose size is not 1 (one axis 'dp' if all are 1).
@@ -245,15 +262,21 @@ class DeviceMesh:
 
     @property
     def _dense(self) -> AxisLayout:
-        extra = {"ep_fsdp": self.ep_fsdp_size, "ep": self.ep_size} if self.extra_expert_axes else {}
-        inner = {"fsdp": self.fsdp_size, "cp": self.cp_size, "ulysses": self.ulysses_size, "tp": self.tp_size}
-        axes = {"pp": self.pp_size, "dp": self.dp_size, **extra, **inner}
-        return AxisLayout(tuple(axes), tuple(axes.values()))
+        inner = (self.fsdp_size, self.cp_size, self.ulysses_size, self.tp_size)
+        if self.extra_expert_axes:
+            return AxisLayout(_DENSE_AXES_WITH_EXPERTS, (self.pp_size, self.dp_size, self.ep_fsdp_size, self.ep_size, *inner))
+        return AxisLayout(_DENSE_AXES, (self.pp_size, self.dp_size, *inner))
 
     @property
     def _expert(self) -> AxisLayout:
         sizes = (self.pp_size, self.expert_dp_size, self.ep_fsdp_size, self.ep_size, self.etp_size)
-        return AxisLayout(("pp", "expert_dp", "ep_fsdp", "ep", "etp"), sizes)
+        return AxisLayout(_EXPERT_AXES, sizes)
+
+
+def check_format(format: str) -> None:
+    """InvalidMeshError unless there are drawings in this format."""
+    if format not in ("text", "svg"):
+        raise InvalidMeshError(f"format={format!r}: a drawing is 'text' or 'svg'")
 
 
 def _check_size(name: str, value: object) -> int:
@@ -272,7 +295,13 @@ def _explain(world: int, sizes: dict[str, int], dense: int, experts: int) -> str
     if experts > 1:
         tried += f", nor x ep_fsdp {sizes['ep_fsdp_size']} x ep {sizes['ep_size']} = {dense * experts}"
     message = f"world_size={world} is not {tried}"
-    rest = dense // sizes["dp_size"]
-    if world % rest == 0:
-        return f"{message}; dp_size={world // rest} would fill it"
-    return f"{message}; {rest} (the product without dp) does not divide it"
+    dp = sizes["dp_size"]
+    fill = f"dp_size={world * dp // dense} would fill it"
+    if world % dense == 0:
+        message += f"; a factor of {world // dense} is missing: {fill}, or an axis that was left out"
+        if experts > 1 and world % (dense * experts) == 0:
+            message += f" (of {world // dense // experts}, dp_size={world * dp // dense // experts}, where ep_fsdp and ep are axes of their own)"
+        return message
+    if world * dp % dense == 0:
+        return f"{message}; {fill}"
+    return f"{message}; {dense // dp} (the product without dp) does not divide it"

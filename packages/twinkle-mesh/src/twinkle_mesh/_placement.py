@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from warnings import warn
 
+from twinkle_mesh._device_types import MIG_PREFIX, visible_devices_variable
 from twinkle_mesh._errors import InvalidMeshError, PlacementError
 from twinkle_mesh._group import DeviceGroup
+from twinkle_mesh._labels import shorten_ids
 from twinkle_mesh._nodes import Node
 from twinkle_mesh._plan import PlacementPlan, WorkerSlot
 
@@ -83,9 +85,12 @@ class _Planner:
         found = [node.positions_of(visible) if ok else {} for node, ok in zip(self.nodes, matching, strict=True)]
         absent = [name for name in visible if not any(name in positions for positions in found)]
         if absent:
+            hint = ""
+            if not all(name.isdecimal() for name in absent) and all(device_id.isdecimal() for ids in self.ids for device_id in ids):
+                hint = f" The nodes know their devices by index only: name indices, or list UUIDs in {visible_devices_variable(group.device_type)} there."
             raise PlacementError(
                 f"device group {group.name!r}: no node has the device(s) {', '.join(absent)} of "
-                f"visible_devices={group.visible_devices!r}. {self._rows(lambda i: ' '.join(self.ids[i]) or 'none', 'device ids')}"
+                f"visible_devices={group.visible_devices!r}. {self._rows(lambda i: shorten_ids(self.ids[i]) or 'none', 'device ids')}.{hint}"
             )
         return [tuple(dict.fromkeys(positions.values())) for positions in found]
 
@@ -172,7 +177,13 @@ class _Planner:
                 f"every worker there to reserve cpus_per_rank={self.cpus_per_rank:g}; lower cpus_per_rank"
             )
         ids = self.ids[node_index]
-        return WorkerSlot(rank, node_index, tuple([ids[p] for p in positions]), self.cpus_per_rank)
+        device_ids = tuple([ids[p] for p in positions])
+        if len(device_ids) > 1 and any(device_id.startswith(MIG_PREFIX) for device_id in device_ids):
+            raise PlacementError(
+                f"device group {group.name!r}: worker {rank} would get {' '.join(device_ids)} on {self._where(node_index)}, but CUDA shows a "
+                f"process one MIG instance at most; leave gpus_per_worker at 1, or restrict the group to whole GPUs with visible_devices"
+            )
+        return WorkerSlot(rank, node_index, device_ids, self.cpus_per_rank)
 
     def warn_if_crowded(self) -> None:
         if any(used > node.num_cpus for node, used in zip(self.nodes, self.processes, strict=True)):
