@@ -1,4 +1,5 @@
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_small_mesh_shows_every_rank_once_and_fills_those_that_speak() -> None
 
 
 @pytest.mark.parametrize("sizes", [{"dp_size": 1024, "tp_size": 8, "pp_size": 16}, {"tp_size": 256, "pp_size": 2}, {"cp_size": 3, "ulysses_size": 7}])
-def test_a_large_mesh_is_shortened_to_a_page(sizes: dict[str, int]) -> None:
+def test_a_large_mesh_is_shortened_to_a_page(sizes: dict[str, Any]) -> None:
     root = parse(DeviceMesh.from_sizes(**sizes).draw(format="svg"))
     assert float(root.attrib["width"]) < 1400
     assert float(root.attrib["height"]) < 1000
@@ -72,16 +73,10 @@ def topology(format: str = "svg") -> str:
         DeviceGroup("sampler", 4, "cuda", visible_devices="GPU-aa,GPU-bb", gpus_per_worker=2),
         DeviceGroup("reward", 2, "cpu"),
     ]
-    nodes = [
-        Node("10.0.0.1", 8, 64),
-        Node("10.0.0.2", 2, 64, gpu_ids=["GPU-aa00", "GPU-bb00"]),
-        Node("10.0.0.3", 2, 64, gpu_ids=["GPU-aa11", "GPU-bb11"]),
-    ]
-    components = [
-        ("sampler", "sampler", None),
-        ("reward", "reward", None),
-        ("model", "actor", DeviceMesh.from_sizes(dp_size=2, pp_size=2, tp_size=2)),
-    ]
+    uuids = ["GPU-aa00", "GPU-bb00"], ["GPU-aa11", "GPU-bb11"]
+    nodes = [Node("10.0.0.1", 8, 64), *(Node(f"10.0.0.{i}", 2, 64, gpu_ids=ids) for i, ids in enumerate(uuids, 2))]
+    mesh = DeviceMesh.from_sizes(dp_size=2, pp_size=2, tp_size=2)
+    components = [("sampler", "sampler", None), ("reward", "reward", None), ("model", "actor", mesh)]
     return draw_topology(groups, components, plan_placement(groups, nodes), format=format)  # type: ignore[arg-type]
 
 
