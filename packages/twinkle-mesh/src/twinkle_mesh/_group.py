@@ -31,17 +31,15 @@ class DeviceGroup:
     gpus_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if type(self.name) is not str or not self.name:
             raise InvalidMeshError(f"a device group needs a name, not {self.name!r}")
         object.__setattr__(self, "device_type", normalize_device_type(self.device_type))
         object.__setattr__(self, "ranks", self._whole_ranks())
         self._check_ranks()
-        size: object = self.gpus_per_worker
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise self._error(f"gpus_per_worker={size!r}: it is a whole number of at least 1")
-        visible: object = self.visible_devices
-        if visible is not None and not isinstance(visible, str):
-            raise self._error(f"visible_devices={visible!r}: it is one string of device ids, as '0,1'")
+        if type(self.gpus_per_worker) is not int or self.gpus_per_worker < 1:
+            raise self._error(f"gpus_per_worker={self.gpus_per_worker!r}: it is a whole number of at least 1")
+        if self.visible_devices is not None and type(self.visible_devices) is not str:
+            raise self._error(f"visible_devices={self.visible_devices!r}: it is one string of device ids, as '0,1'")
         if self.num_devices % self.gpus_per_worker:
             raise self._error(f"gpus_per_worker={self.gpus_per_worker} does not divide its {self.num_devices} devices")
         if self.device_type == "cpu" and self.visible_devices is not None:

@@ -16,9 +16,8 @@ _WIDEST = 1000
 
 def mesh_svg(mesh: "DeviceMesh") -> str:
     """An SVG file with the mesh alone."""
-    return document(
-        column([mesh_block(mesh), legend()], 10), f"Device mesh of {count(mesh.world_size, 'rank')}: {product_of(mesh.axis_sizes()) or 'one rank'}"
-    )
+    title = f"Device mesh of {count(mesh.world_size, 'rank')}: {product_of(mesh.axis_sizes()) or 'all sizes are 1'}"
+    return document(column([mesh_block(mesh), legend()], 10), title)
 
 
 def mesh_block(mesh: "DeviceMesh", name: str = "") -> Block:

@@ -85,13 +85,7 @@ class _Planner:
         found = [node.positions_of(visible) if ok else {} for node, ok in zip(self.nodes, matching, strict=True)]
         absent = [name for name in visible if not any(name in positions for positions in found)]
         if absent:
-            hint = ""
-            if not all(name.isdecimal() for name in absent) and all(device_id.isdecimal() for ids in self.ids for device_id in ids):
-                hint = f" The nodes know their devices by index only: name indices, or list UUIDs in {visible_devices_variable(group.device_type)} there."
-            raise PlacementError(
-                f"device group {group.name!r}: no node has the device(s) {', '.join(absent)} of "
-                f"visible_devices={group.visible_devices!r}. {self._rows(lambda i: shorten_ids(self.ids[i]) or 'none', 'device ids')}.{hint}"
-            )
+            raise PlacementError(self._absent_devices(group, absent))
         return [tuple(dict.fromkeys(positions.values())) for positions in found]
 
     def _place_listed(self, group: DeviceGroup, ranks: Sequence[int], allowed: list[Sequence[int]]) -> tuple[WorkerSlot, ...]:
@@ -189,6 +183,14 @@ class _Planner:
         if any(used > node.num_cpus for node, used in zip(self.nodes, self.processes, strict=True)):
             cores = sum(node.num_cpus for node in self.nodes)
             warn(f"{sum(self.processes)} CPU processes share {cores:g} cores: expect them to be slow", stacklevel=3)
+
+    def _absent_devices(self, group: DeviceGroup, absent: Sequence[str]) -> str:
+        message = f"device group {group.name!r}: no node has the device(s) {', '.join(absent)} of visible_devices={group.visible_devices!r}"
+        message += f". {self._rows(lambda i: shorten_ids(self.ids[i]) or 'none', 'device ids')}"
+        if any(not name.isdecimal() for name in absent) and all(device_id.isdecimal() for ids in self.ids for device_id in ids):
+            variable = visible_devices_variable(group.device_type)
+            message += f". The nodes know their devices by index only: name indices, or list UUIDs in {variable} there"
+        return message
 
     def _short_of_devices(self, group: DeviceGroup, allowed: list[Sequence[int]], by_devices: int, fit: int) -> str:
         kind = f"{group.device_type} device(s)"
