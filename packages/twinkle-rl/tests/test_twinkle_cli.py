@@ -1,3 +1,5 @@
+from xml.etree import ElementTree
+
 import pytest
 
 from twinkle import MissingExtraError
@@ -56,6 +58,22 @@ def test_topology_draws_both_groups(capsys):
     shown = capsys.readouterr().out
     assert "actor" in shown
     assert "sampler" in shown
+
+
+def test_topology_writes_an_svg_file(tmp_path, capsys):
+    target = tmp_path / "topology.svg"
+    assert main(["topology", "--runtime.device", "cpu", "--actor.tp", "2", "--sampler.dp", "3", "--svg", str(target)]) == 0
+    assert "wrote" in capsys.readouterr().out
+    root = ElementTree.parse(target).getroot()
+    shown = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"group actor: 2 cpu workers", "group sampler: 3 cpu workers", "MegatronModel", "vLLMSampler"} <= shown
+
+
+def test_topology_takes_the_options_of_grpo_and_names_a_file_that_cannot_be(tmp_path, capsys):
+    assert main(["topology", "--svg", str(tmp_path / "absent" / "x.svg")]) == 2
+    assert "the file cannot be written: No such file or directory" in " ".join(capsys.readouterr().err.split())
+    assert main(["topology", "--sgv", "x.svg"]) == 2
+    assert "did you mean --svg" in capsys.readouterr().err
 
 
 def test_doctor_names_versions_and_the_machine(capsys):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle._errors import ConfigError
 from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig
@@ -75,12 +75,12 @@ def plan_layout(runtime: RuntimeConfig, actor: ActorConfig, sampler: SamplerConf
     return Layout(groups=tuple(groups), actor_mesh=actor_mesh, sampler_mesh=sampler_mesh)
 
 
-def draw_layout(layout: Layout) -> str:
-    """A drawing of the groups, their components and the data's way."""
+def draw_layout(layout: Layout, *, format: Literal["text", "svg"] = "text") -> str:
+    """A drawing of the groups, their components and the data's way, as plain text or as an SVG file."""
     components: list[tuple[str, str, DeviceMesh | None]] = [("MegatronModel", ACTOR, layout.actor_mesh)]
     if layout.sampler_mesh is not None:
         components.insert(0, ("vLLMSampler", SAMPLER, layout.sampler_mesh))
-    return draw_topology(list(layout.groups), components)
+    return draw_topology(list(layout.groups), components, format=format)
 
 
 def build_trainer(model: Path, layout: Layout, config: ActorConfig, seed: int) -> MegatronModel:

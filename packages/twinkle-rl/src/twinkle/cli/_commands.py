@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from twinkle._errors import ConfigError, TwinkleError
-from twinkle.config import GRPOConfig, SFTConfig
+from twinkle.config import GRPOConfig, SFTConfig, TopologyConfig
 from twinkle.run import say
 
 INTERRUPTED = 130
@@ -59,10 +59,18 @@ def _sft(options: Sequence[str], console: Console) -> int:
 
 
 def _topology(options: Sequence[str], console: Console) -> int:
-    config = GRPOConfig.load(options, prog="twinkle topology")
+    config = TopologyConfig.load(options, prog="twinkle topology")
     from twinkle.layout import draw_layout, plan_layout
 
-    say(console, draw_layout(plan_layout(config.runtime, config.actor, config.sampler)))
+    layout = plan_layout(config.runtime, config.actor, config.sampler)
+    if config.svg is None:
+        say(console, draw_layout(layout))
+        return 0
+    try:
+        config.svg.write_text(draw_layout(layout, format="svg"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {config.svg}: the file cannot be written: {error.strerror}") from None
+    say(console, f"wrote {config.svg}")
     return 0
 
 

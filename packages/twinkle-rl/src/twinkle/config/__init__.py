@@ -4,6 +4,7 @@ from twinkle.config._base import CommandConfig
 from twinkle.config._common import ActorConfig, RuntimeConfig, SamplerConfig, TaskConfig, WarmupConfig
 from twinkle.config._grpo import GRPOConfig
 from twinkle.config._sft import SFTConfig
+from twinkle.config._topology import TopologyConfig
 
 __all__ = [
     "ActorConfig",
@@ -13,5 +14,6 @@ __all__ = [
     "SFTConfig",
     "SamplerConfig",
     "TaskConfig",
+    "TopologyConfig",
     "WarmupConfig",
 ]
