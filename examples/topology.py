@@ -1,6 +1,6 @@
 """Plan a reinforcement-learning job on three nodes of 8 GPUs and draw it. Needs twinkle-mesh only and starts nothing.
 
-    python examples/topology.py [--svg FILE]
+python examples/topology.py [--svg FILE]
 """
 
 import argparse

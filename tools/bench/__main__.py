@@ -24,8 +24,9 @@ def benchmarks(folder: Path) -> dict[str, str]:
 def main(folder: Path, arguments: list[str]) -> int:
     found = benchmarks(folder)
     if arguments and arguments[0] in found:
-        # A process of its own: a benchmark that starts workers needs its own file to be the main module.
-        os.execv(sys.executable, [sys.executable, str(folder / f"{arguments[0]}.py"), *arguments[1:]])
+        # A process of its own: a benchmark that starts workers needs its own file to be the main module. It may import from tools/.
+        path = os.pathsep.join(filter(None, (str(folder.parent), os.environ.get("PYTHONPATH"))))
+        os.execve(sys.executable, [sys.executable, str(folder / f"{arguments[0]}.py"), *arguments[1:]], {**os.environ, "PYTHONPATH": path})
     wrong = bool(arguments) and arguments[0] not in ("-h", "--help")
     out = sys.stderr if wrong else sys.stdout
     if wrong:

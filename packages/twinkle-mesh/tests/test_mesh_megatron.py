@@ -1,35 +1,22 @@
 """Our ranks are megatron-core's: compared with the source of its RankGenerator, for dense and for expert layers."""
 
-import ast
-import importlib.metadata
 from math import prod
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_ranks import ORDER, load_rank_generator
 
 from twinkle_mesh import DeviceMesh
-
-ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default
 
 
 @pytest.fixture(scope="module")
 def rank_generator() -> Any:
-    """megatron-core's RankGenerator, cut out of the installed source: importing megatron.core imports torch and takes 20 s."""
-    try:
-        files = importlib.metadata.files("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+    generator = load_rank_generator()
+    if generator is None:
         pytest.skip("megatron-core is not installed")
-    assert files is not None
-    source = next(file for file in files if file.as_posix().endswith("megatron/core/parallel_state.py")).read_text()
-    wanted = ("RankGenerator", "generate_masked_orthogonal_rank_groups")
-    body = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in wanted]
-    assert len(body) == len(wanted)
-    imports = ast.parse("from typing import List, Optional").body
-    namespace: dict[str, Any] = {}
-    exec(compile(ast.Module([*imports, *body], type_ignores=[]), "parallel_state.py", "exec"), namespace)
-    return namespace["RankGenerator"]
+    return generator
 
 
 def as_tuples(groups: list[list[int]]) -> tuple[tuple[int, ...], ...]:

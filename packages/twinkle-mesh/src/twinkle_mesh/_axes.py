@@ -90,3 +90,9 @@ def _offsets(sizes: tuple[int, ...], strides: list[int], axes: Iterable[int]) ->
             steps = range(0, sizes[i] * strides[i], strides[i])
             offsets = [offset + step for offset in offsets for step in steps]
     return offsets
+
+
+def clear_caches() -> None:
+    """Forget all groups that were computed, as in a new process (for measurements)."""
+    _groups.cache_clear()
+    _pattern.cache_clear()
