@@ -43,7 +43,7 @@ def build(distribution: Distribution, folder: Path) -> Path:
 
 
 class Environment:
-    """A new virtual environment. `install` takes our packages from a folder of wheels, all others in the locked versions.
+    """A new virtual environment, whose interpreter is `python`. `install` takes our packages from a folder of wheels, all others in the locked versions.
 
     `bytecode` is a folder for what Python compiles: an environment made later at the same path need not compile torch again.
     """
@@ -52,7 +52,7 @@ class Environment:
         self.folder = folder
         self._wheels = wheels
         self._bytecode = str(bytecode)
-        self._python = str(folder / "venv/bin/python")
+        self.python = str(folder / "venv/bin/python")
         folder.mkdir()
         uv("venv", "--quiet", "--no-config", "--python", sys.executable, str(folder / "venv"), cwd=folder)
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
@@ -65,15 +65,15 @@ class Environment:
 
     def install(self, *requirements: str) -> None:
         files = ["--overrides", "overrides.txt", "--excludes", "excludes.txt", "--constraints", "constraints.txt"]
-        places = ["--python", self._python, "--find-links", str(self._wheels)]
+        places = ["--python", self.python, "--find-links", str(self._wheels)]
         uv("pip", "install", "--quiet", "--no-config", *places, *files, *requirements, cwd=self.folder)
 
     def check(self) -> None:
         """Raises CommandFailed if an installed package lacks a dependency, or has it in a version that it does not take."""
-        uv("pip", "check", "--quiet", "--no-config", "--python", self._python, cwd=self.folder)
+        uv("pip", "check", "--quiet", "--no-config", "--python", self.python, cwd=self.folder)
 
     def execute(self, code: str, timeout_s: float = 120) -> str:
         """Standard output of the code, run as a script in the environment's folder."""
         script = self.folder / "script.py"
         script.write_text(code)
-        return run([self._python, str(script)], cwd=self.folder, timeout_s=timeout_s, PYTHONPYCACHEPREFIX=self._bytecode)
+        return run([self.python, str(script)], cwd=self.folder, timeout_s=timeout_s, PYTHONPYCACHEPREFIX=self._bytecode)

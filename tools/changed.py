@@ -1,10 +1,10 @@
 """Which packages a change touches, with every package that depends on one of them: the matrix of the per-package jobs.
 
-    python tools/changed_packages.py BASE [HEAD]      # a JSON list of distribution names, in alphabetical order
+    python tools/changed.py BASE [HEAD]      # a JSON list of distribution names, in alphabetical order
 
-A file below packages/<dist>/ touches that package. A file that everything is built or checked with (pyproject.toml, uv.lock,
-dev, tools/, .github/, .ci/) touches all of them. Documentation, examples and tests of more than one package touch none here:
-the job for the whole workspace runs always. If BASE is no commit of this clone (a new branch, a forced push), all are touched.
+A file below packages/<dist>/ touches that package. A file that everything is built or checked with touches all of them: the lock and whatever else
+lies at the root, tools/, .github/ and .ci/. Files below docs/, examples/ and tests/ touch none here: the integration job runs always. If BASE is no
+commit of this clone (a new branch, a forced push), all are touched.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SHARED = ("pyproject.toml", "uv.lock", "dev", "tools/", ".github/", ".ci/")
+SHARED_FOLDERS = ("tools", ".github", ".ci")
+
+
+def requirement_name(requirement: str) -> str:
+    """The distribution that a requirement names: 'twinkle-remote' for 'twinkle-remote[ray]>=0.1,<0.2'."""
+    return re.split(r"[\s\[<>=!~;@]", requirement, maxsplit=1)[0].lower()
 
 
 def _requirement_names(project: dict[str, Any]) -> set[str]:
-    requirements = [*project.get("dependencies", [])]
-    for extra in project.get("optional-dependencies", {}).values():
-        requirements += extra
-    return {re.split(r"[\s\[<>=!~;@]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
+    extras = project.get("optional-dependencies", {}).values()
+    return {requirement_name(requirement) for group in (project.get("dependencies", []), *extras) for requirement in group}
 
 
 def read_graph(root: Path) -> dict[str, set[str]]:
@@ -39,9 +42,9 @@ def touched_packages(files: Iterable[str], graph: dict[str, set[str]]) -> set[st
     """The packages that a change of these files (paths from the root) touches, dependants included."""
     touched: set[str] = set()
     for file in files:
-        if any(file == shared or (shared.endswith("/") and file.startswith(shared)) for shared in SHARED):
-            return set(graph)
         parts = file.split("/")
+        if len(parts) == 1 or parts[0] in SHARED_FOLDERS:
+            return set(graph)
         # A package that has been removed has no dependants left to test.
         if parts[0] == "packages" and len(parts) > 2 and parts[1] in graph:
             touched.add(parts[1])
