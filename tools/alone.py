@@ -18,9 +18,9 @@ from isolated import Environment, build
 from workspace import ROOT, read_distributions
 
 
-def test_needs(name: str, root: Path = ROOT) -> list[str]:
+def needs_of(name: str) -> list[str]:
     """The requirements that the tests of a package have beside the package itself."""
-    table: dict[str, list[str]] = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["twinkle"]["test-needs"]
+    table: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["twinkle"]["test-needs"]
     return [*table["all"], *table[name]]
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         print(f"alone: name one of {', '.join(distributions)}", file=sys.stderr)
         return 2
     name, *options = arguments
-    needs = test_needs(name)
+    needs = needs_of(name)
     tools = ROOT / ".tools"  # on the file system of the checkout, as uv's cache usually is: installing makes links
     tools.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="alone-", dir=tools) as temporary:

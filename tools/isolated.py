@@ -43,7 +43,9 @@ def build(distribution: Distribution, folder: Path) -> Path:
 
 
 class Environment:
-    """A new virtual environment, whose interpreter is `python`. `install` takes our packages from a folder of wheels, all others in the locked versions.
+    """A new virtual environment; `python` is its interpreter.
+
+    `install` takes our packages from a folder of wheels, all others in the locked versions.
 
     `bytecode` is a folder for what Python compiles: an environment made later at the same path need not compile torch again.
     """

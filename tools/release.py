@@ -2,11 +2,12 @@
 
     ./dev release NAME VERSION [--dry-run]        # for example: ./dev release twinkle-mesh 0.1.1
 
-Everything happens in a clone of the checkout. Only when all checks have passed are pyproject.toml, CHANGELOG.md and uv.lock taken over and the archives
-put into dist/. With --dry-run nothing is taken over. Committing, tagging (the tag is NAME-vVERSION) and uploading stay with the person; the commands are printed.
+Everything happens in a clone of the checkout. Only when all checks have passed are pyproject.toml, CHANGELOG.md and uv.lock
+taken over and the archives put into dist/. With --dry-run nothing is taken over. Committing, tagging (the tag is NAME-vVERSION)
+and uploading stay with the person; the commands are printed.
 
-Refused are: a tree that is not clean, a tag that exists, a version that does not grow, a changelog without an "Unreleased" section or with an empty one, and a
-version that a sibling's range of this package does not admit.
+Refused are: a tree that is not clean, a tag that exists, a version that does not grow, a changelog without an "Unreleased"
+section or with an empty one, and a version that a sibling's range of this package does not admit.
 """
 
 from __future__ import annotations

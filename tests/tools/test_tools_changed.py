@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from changed_packages import changed_files, read_graph, touched_packages
+from changed import changed_files, read_graph, touched_packages
 from workspace import ROOT
 
 GRAPH = {"mesh": set(), "remote": {"mesh"}, "data": {"remote", "mesh"}, "sync": {"remote"}, "glue": {"data", "sync"}}
@@ -22,8 +22,10 @@ GRAPH = {"mesh": set(), "remote": {"mesh"}, "data": {"remote", "mesh"}, "sync": 
         (["packages/data/a.py", "packages/sync/b.py"], {"data", "sync", "glue"}),
         (["uv.lock"], set(GRAPH)),
         (["tools/relock.py"], set(GRAPH)),
-        (["docs/architecture.md", "README.md", "tests/integration/test_x.py", "examples/sft.py"], set()),
-        (["developer.md"], set()),
+        (["README.md"], set(GRAPH)),
+        ([".github/workflows/ci.yml"], set(GRAPH)),
+        (["docs/architecture.md", "tests/integration/test_x.py", "examples/sft.py"], set()),
+        (["packages/README.md"], set()),
         (["packages/removed/src/x.py"], set()),
         ([], set()),
     ],
@@ -59,7 +61,7 @@ def test_the_command_compares_commits_and_an_unknown_base_touches_all(tmp_path: 
     _git(tmp_path, "commit", "-q", "-m", "second")
 
     def command(commit: str) -> str:
-        script = [sys.executable, str(ROOT / "tools/changed_packages.py"), commit]
+        script = [sys.executable, str(ROOT / "tools/changed.py"), commit]
         return subprocess.run(script, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
     assert changed_files(tmp_path, base, "HEAD") == ["packages/sync/new.py"]
