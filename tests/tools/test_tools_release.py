@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -12,6 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from release import ReleaseError, check_archives, check_request, ranges_of, release, tag_name
 from workspace import find_uv, read_distributions
+
+# uv builds and installs; a loaded machine takes long.
+pytestmark = pytest.mark.timeout(600)
 
 DAY = datetime.date(2026, 1, 2)
 needs_uv = pytest.mark.skipif(find_uv() is None, reason="needs uv: run through ./dev test")
@@ -51,9 +55,14 @@ def commit(folder: Path) -> None:
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Path:
-    """Two packages: small-high depends on small-low in the range >=0.1,<0.2."""
-    root = tmp_path / "checkout"
+def workspace(template: Path, tmp_path: Path) -> Path:
+    """Two packages: small-high depends on small-low in the range >=0.1,<0.2. A checkout of the test's own."""
+    return Path(shutil.copytree(template, tmp_path / "checkout"))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("release") / "checkout"
     for name, dependencies in (("small-low", []), ("small-high", ["small-low>=0.1,<0.2"])):
         module = name.replace("-", "_")
         source = root / "packages" / name / "src" / module
@@ -69,7 +78,7 @@ def workspace(tmp_path: Path) -> Path:
     (root / ".gitignore").write_text("/dist/\n.tools/\n")
     uv = find_uv()
     if uv is not None:
-        subprocess.run([uv, "lock", "--quiet", "--offline"], cwd=root, check=True, timeout=60)
+        subprocess.run([uv, "lock", "--quiet", "--offline"], cwd=root, check=True, timeout=300)
     git(root, "init", "-q", "-b", "main")
     commit(root)
     return root
@@ -127,7 +136,6 @@ def test_a_release_without_news_is_refused(workspace: Path, notes: str, message:
 
 
 @needs_uv
-@pytest.mark.timeout(600)
 def test_a_dry_run_does_everything_and_changes_nothing(workspace: Path) -> None:
     assert release(workspace, "small-high", "0.1.1", dry_run=True, day=DAY) == []
     assert git(workspace, "status", "--porcelain") == ""
@@ -136,7 +144,6 @@ def test_a_dry_run_does_everything_and_changes_nothing(workspace: Path) -> None:
 
 
 @needs_uv
-@pytest.mark.timeout(600)
 def test_a_release_bumps_heads_the_changelog_locks_and_builds(workspace: Path) -> None:
     archives = release(workspace, "small-low", "0.1.1", dry_run=False, day=DAY)
     assert [path.name for path in archives] == ["small_low-0.1.1-py3-none-any.whl", "small_low-0.1.1.tar.gz"]
@@ -162,7 +169,6 @@ def test_a_release_bumps_heads_the_changelog_locks_and_builds(workspace: Path) -
 
 
 @needs_uv
-@pytest.mark.timeout(600)
 def test_a_package_that_does_not_import_alone_is_not_released(workspace: Path) -> None:
     (workspace / "packages/small-low/src/small_low/__init__.py").write_text("import small_high\n__all__ = []\n")
     commit(workspace)
