@@ -20,7 +20,8 @@ _PRELOADED = ["torch", "torch.distributed", "twinkle_train.testing", "transforme
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
     """Call `function(*arguments)` in `world_size` new processes with the environment of torchrun, and wait for all of them.
 
-    The processes come from a server that has imported torch and transformers, and done nothing else: no process group, thread or module of the caller is theirs.
+    The processes come from a server that has imported torch and transformers, and done nothing else: no process group, thread or module
+    of the caller is theirs.
 
     Args:
         function: a function at the top level of a file (a test module need not be importable by name: its file is run again).
