@@ -15,7 +15,7 @@ from weakref import ref
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._control import ask_all, listens
 from twinkle_remote._dispatch import Share, share_out
-from twinkle_remote._errors import ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
+from twinkle_remote._errors import CollectError, ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
 from twinkle_remote._lazy import LazyResult, packing, read_slot
 from twinkle_remote._packing import pack
 from twinkle_remote._placement_arguments import FailurePolicy
@@ -189,10 +189,17 @@ class RayComponent:
         return call
 
     def next_value(self, spec: MethodSpec, call: PendingCall) -> Any:
-        """Wait for `__next__`; its value stays where it is unless the method says otherwise. Raises StopIteration at the end."""
+        """Wait for `__next__`; its value stays where it is unless the method says otherwise. Raises StopIteration at the end, and CollectError
+        where some ranks end before the others."""
         wait_for([call], None)
-        if any(isinstance(result, Stop) for result in call.results):
+        ended = [rank for rank, result in enumerate(call.results) if isinstance(result, Stop)]
+        if len(ended) == len(call.results):
             raise StopIteration
+        if ended:
+            raise CollectError(
+                f"ranks {ended} of {self.describe()} came to the end of the iteration from {call.line} before the others, whose items would be "
+                f"lost: have all ranks yield as often"
+            )
         lazy = LazyResult(CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
         return lazy.get() if spec.sync or not spec.lazy_collect else lazy
 
