@@ -424,7 +424,9 @@ def test_a_finished_result_after_shutdown_is_an_error_unless_its_value_is_at_han
     monkeypatch.setattr(_shards, "_values", lambda pieces, timeout_s: [piece.value for piece in pieces])
 
     def lazy(piece):
-        call = PendingCall(SimpleNamespace(class_name="Part", restarts=0, record_collect=lambda *_: None), ECHO, [None], [], "script.py:1", 1.0)
+        call = PendingCall(
+            SimpleNamespace(class_name="Part", restarts=0, costs=SimpleNamespace(add_collect=lambda *_: None)), ECHO, [None], [], "script.py:1", 1.0
+        )
         call.results = [_shards.Result(None, (0, 0), (piece,), 0.0, 0.0)]
         return call, tr.LazyResult(CallSource(call, DeviceMesh.from_sizes(), "none", lambda: False))
 

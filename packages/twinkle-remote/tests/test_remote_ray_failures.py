@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 
 pytest.importorskip("ray")
@@ -79,6 +80,14 @@ class Part:
         time.sleep(seconds)
 
     @tr.remote_function(dispatch="all")
+    def large(self):
+        return np.zeros(100_000)
+
+    @tr.remote_function(dispatch="all")
+    def length(self, array):
+        return len(array)
+
+    @tr.remote_function(dispatch="all")
     def fail(self):
         raise ZeroDivisionError("upstream")
 
@@ -87,8 +96,8 @@ class Part:
         time.sleep(600)  # stands for a collective in which the ranks wait for one another
 
     @tr.remote_function(dispatch="all", timeout_s=1.0)
-    def late(self, how):
-        if how == "native" and self.rank == 0:
+    def late(self):
+        if self.rank == 0:
             ctypes.PyDLL(None).sleep(600)  # holds the interpreter
         stuck_here()
 
@@ -115,6 +124,11 @@ def runtime():
 @pytest.fixture(scope="module")
 def part(runtime):
     return Part(remote_group="pair")
+
+
+@pytest.fixture(scope="module")
+def helper(runtime):
+    return Part(remote_group="one", on_failure="restart")
 
 
 @pytest.fixture
@@ -158,7 +172,7 @@ def test_a_component_restarts_with_its_constructor_and_restore_as_often_as_it_ma
         part.add()
 
 
-def test_a_component_whose_restart_fails_says_so_and_tries_again(runtime, tmp_path):
+def test_a_restart_that_fails_says_so_and_threads_that_call_restart_once(runtime, tmp_path):
     path = tmp_path / "checkpoint"
     part = Part(remote_group="one", path=path, on_failure="restart")
     with pytest.raises(tr.WorkerDiedError):
@@ -166,12 +180,18 @@ def test_a_component_whose_restart_fails_says_so_and_tries_again(runtime, tmp_pa
     with pytest.raises(FileNotFoundError, match="checkpoint"):
         part.add()
     path.write_text("7")
-    assert part.add().get() == (7, 1)
+    values = []
+    threads = [threading.Thread(target=lambda: values.append(part.add().get())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert values == [(7, 1)] * 3
+    assert "restarted 2 time" in repr(part)  # once for all three
 
 
-def test_peers_that_finish_or_work_or_wait_for_a_call_keep_the_component(part, runtime, quick_looks):
+def test_peers_that_finish_or_work_or_wait_for_a_call_keep_the_component(part, helper, quick_looks):
     pids = part.pids()
-    helper = Part(remote_group="one")
     for what, seconds in (("sleep", 1.0), ("work", 4.0), ("call", 4.0)):
         begin = time.monotonic()
         with pytest.raises(KeyError, match=r"ranks \[1\] were still in the call"):
@@ -191,34 +211,42 @@ def test_hung_peers_are_ended_and_the_next_call_has_new_workers(runtime, quick_l
     assert all(ended(pid) for pid in pids)
 
 
-def test_the_failure_of_an_argument_that_only_some_ranks_take_reaches_all(part):
+def test_the_failure_of_an_argument_that_only_some_ranks_take_reaches_all(part, helper):
     pids = part.pids()
-    producer = Part(remote_group="one")
     begin = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="upstream"):
-        part.collective(producer.fail()).get()
+        part.collective(helper.fail()).get()
     assert time.monotonic() - begin < 20
     assert part.pids() == pids
 
 
-def test_a_lost_argument_is_an_error_that_says_so(part):
-    producer = Part(remote_group="one")
-    lost = producer.add()
+def test_a_result_that_is_lost_with_its_worker_is_told_where_it_is_used(part, helper):
+    lost = helper.large()
+    while not lost.ready():
+        time.sleep(0.01)
     with pytest.raises(tr.WorkerDiedError):
-        producer.die(0).get()
-    lost.get()
-    with pytest.raises(tr.ComponentLostError, match=r"Part.sleep.*was lost|Part on 1 worker"):
-        producer.sleep(0)
+        helper.die(0).get()
+    with pytest.raises(tr.WorkerDiedError, match="a LazyResult among the arguments of length is lost"):
+        part.length(lost).get()
+    with pytest.raises(tr.WorkerDiedError, match=r"the result of Part.large.* is lost: its worker has ended"):
+        lost.get()
+    assert helper.add().get() == (0, 1)
 
 
-def test_a_call_past_its_deadline_shows_where_its_workers_are(runtime):
-    with pytest.raises(tr.CallTimeoutError, match=r"Stack of ranks \[0, 1\] of Part:\n(.*\n)*.*in stuck_here\n") as caught:
-        Part(remote_group="pair").late("python").get()
-    assert "ray/_private" not in str(caught.value)
-    with pytest.raises(tr.CallTimeoutError, match=r"ranks \[0\] of Part:\n\(does not answer.*native code(.*\n)*.*ranks \[1\](.*\n)*.*stuck_here"):
-        Part(remote_group="pair").late("native").get()
+def test_a_call_past_its_deadline_shows_where_its_workers_are(helper):
+    part = Part(remote_group="pair")
+    pids = part.pids()
+    with pytest.raises(tr.CallTimeoutError, match=r"within 1 s.*ranks \[0, 1\] of group 'pair' still run") as caught:
+        part.late().get()
+    _, native, python = str(caught.value).split("Stack of ranks ")
+    assert native.startswith("[0] of Part:\n(does not answer")
+    assert python.startswith("[1] of Part:\n  File")
+    assert "in late\n" in python
+    assert "in stuck_here\n" in python
+    assert "ray/_private" not in python
+    assert all(ended(pid) for pid in pids)
     with pytest.raises(tr.CallTimeoutError, match=r"Coroutine .*\n(.*\n)*.*in late_coroutine"):
-        Part(remote_group="one").late_coroutine().get()
+        helper.late_coroutine().get()
 
 
 def test_an_allocation_that_fails_is_a_memory_error_and_the_worker_lives(part):
@@ -244,17 +272,3 @@ def test_a_worker_answers_only_questions_with_the_token(part, runtime):
     assert ask(b"[]") == b""
     assert ask(b"not json") == b""
     assert json.loads(ask(json.dumps({"ask": "look", "token": runtime.token}).encode()))["waiting"] is False
-
-
-def test_two_threads_that_call_a_lost_component_restart_it_once(runtime):
-    part = Part(3, remote_group="one", on_failure="restart")
-    with pytest.raises(tr.WorkerDiedError):
-        part.die(0).get()
-    values = []
-    threads = [threading.Thread(target=lambda: values.append(part.add().get())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert values == [(3, 1)] * 3
-    assert "restarted 1 time" in repr(part)

@@ -97,7 +97,7 @@ class PendingCall:
             if isinstance(answer, Failure):
                 self._failed(answer)
             else:
-                self.component.record(self, rank, answer)
+                self.component.costs.add_answer(self.spec.name, rank, self.submit_s, answer)
                 if self.finished:
                     self.upstream = ()
                     self.component.call_finished(self)
@@ -260,7 +260,7 @@ class CallSource:
             raise CallTimeoutError(f"the result of {self.call.name}, called from {self.call.line}, did not arrive in time: {error}") from error
         except ray.exceptions.RayError as error:
             raise WorkerDiedError(f"the result of {self.call.name}, called from {self.call.line}, is lost: its worker has ended ({error})") from error
-        self.call.component.record_collect(self.call, start_s, traffic.fetched_bytes - fetched_bytes)
+        self.call.component.costs.add_collect(self.call.spec.name, self.call.name, start_s, traffic.fetched_bytes - fetched_bytes)
         return value
 
     def wait_all(self, sources: Sequence[Source], timeout_s: float | None) -> None:

@@ -2,30 +2,30 @@
 
 import itertools
 import logging
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._control import ask_all, listens
 from twinkle_remote._dispatch import Share, share_out
+from twinkle_remote._driver_line import driver_line
 from twinkle_remote._errors import CollectError, ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
-from twinkle_remote._lazy import LazyResult, packing, read_slot
-from twinkle_remote._packing import pack
+from twinkle_remote._lazy import LazyResult
 from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import MethodSpec
+from twinkle_remote._ray_arguments import PackedShare, at_hand, pack_share
 from twinkle_remote._ray_calls import CallSource, PendingCall, wait_for
+from twinkle_remote._ray_costs import Costs
 from twinkle_remote._ray_iterator import RemoteIterator
-from twinkle_remote._ray_messages import Header, Limits, Link, Slot
+from twinkle_remote._ray_messages import Header, Limits, Link
 from twinkle_remote._ray_places import Crew
 from twinkle_remote._ray_settle import Settlement
-from twinkle_remote._shards import Result, Stop, put
+from twinkle_remote._shards import Result, Stop
 from twinkle_remote._stats import Totals
 
 if TYPE_CHECKING:
@@ -33,22 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("twinkle_remote")
 
-_PACKAGE = Path(__file__).parent
-_STORE_BYTES = 64 << 10
 _STACKS_TIMEOUT_S = 2.0
 _STACKS_SHOWN = 16
 _END_TIMEOUT_S = 10.0
 _numbers = itertools.count(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A share's arguments as bytes (or a reference to them), the slots where LazyResults were, and the upstream results, and calls, they need."""
-
-    payload: Any
-    slots: tuple[Slot, ...]
-    results: tuple[Any, ...]
-    calls: tuple[PendingCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,7 @@ class _Origin:
 
     cls: type
     num_workers: int
-    arguments: _Packed
+    arguments: PackedShare
 
 
 class RayComponent:
@@ -75,7 +63,7 @@ class RayComponent:
         self.num_workers = 0
         self.restarts = 0
         self.limits = limits
-        self.totals = Totals(f"{class_name} #{self.number}", group_name)
+        self.costs = Costs(Totals(f"{class_name} #{self.number}", group_name), host.trace)
         self._policy = policy
         self._host = ref(host)
         self._token = host.token
@@ -113,11 +101,6 @@ class RayComponent:
             token=self._token,
         )
 
-    @property
-    def row(self) -> str:
-        """The component's row in the timeline."""
-        return f"{self.totals.name} ({self.group_name})"
-
     def describe(self) -> str:
         again = "" if not self.restarts else f", restarted {self.restarts} time(s)"
         return f"{self.class_name} on {self.num_workers} worker(s) of group {self.group_name!r}{again}"
@@ -125,7 +108,7 @@ class RayComponent:
     def build(self, cls: type, num_workers: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Start the workers and construct the object in each. Raises what the constructor raises; then no worker is left."""
         self.num_workers = num_workers
-        arguments = _pack_share(Share((cls, tuple(args), kwargs), {}))
+        arguments = pack_share(Share((cls, tuple(args), kwargs), {}))
         self._start(_Origin(cls, num_workers, arguments), "its construction failed")
         if self._policy.on_failure == "restart":
             self._origin = _Origin(cls, num_workers, arguments)
@@ -135,8 +118,8 @@ class RayComponent:
         self._open_host()
         self._raise_uncollected()
         self.ensure_workers()
-        args = tuple(_at_hand(arg) for arg in args)
-        kwargs = {name: _at_hand(value) for name, value in kwargs.items()}
+        args = tuple(at_hand(arg) for arg in args)
+        kwargs = {name: at_hand(value) for name, value in kwargs.items()}
         num_workers = 1 if spec.execute == "first" else self.num_workers
         call = self.submit("call", spec, share_out(spec, args, kwargs, num_workers, self.mesh))
         if spec.opens_iterator:
@@ -154,7 +137,7 @@ class RayComponent:
         shares: Sequence[Share],
         iterators: Sequence[int] = (),
         extra: tuple[Any, ...] = (),
-        prepared: _Packed | None = None,
+        prepared: PackedShare | None = None,
     ) -> PendingCall:
         """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor. prepared: the shares'
         arguments, where they are packed already."""
@@ -162,10 +145,10 @@ class RayComponent:
             raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}): {self._advice()}")
         timeout_s = self.limits.call_timeout_s if spec.timeout_s is None else spec.timeout_s
         splits = self._open_host().known_splits()
-        packed: dict[int, _Packed] = {}
+        packed: dict[int, PackedShare] = {}
         for share in shares:
             if id(share) not in packed:
-                packed[id(share)] = _pack_share(share) if prepared is None else prepared
+                packed[id(share)] = pack_share(share) if prepared is None else prepared
         upstream = {id(call): call for one in packed.values() for call in one.calls}
         references: list[Any] = []
         for rank, share in enumerate(shares):
@@ -211,43 +194,7 @@ class RayComponent:
         """Called by a call that has finished. One that has failed is remembered until somebody has seen its error."""
         if call.error is None and call in self._calls:
             self._calls.remove(call)
-        self.totals.add(call.spec.name, calls=1, failures=call.error is not None)
-        if (host := self._host()) is not None and host.trace is not None:
-            host.trace.add("driver", None, call.name, call.submit_s, time.time(), line=call.line, failed=call.error is not None)
-
-    def record(self, call: PendingCall, rank: int, answer: Result | Stop) -> None:
-        """A worker has answered: remember what it took."""
-        method = call.spec.name
-        timing = answer.timing if isinstance(answer, Result) else None
-        host = self._host()
-        trace = None if host is None else host.trace
-        if timing is None:
-            self.totals.add(method, run_s=answer.end_s - answer.start_s)
-        else:
-            self.totals.add(
-                method,
-                queue_s=max(0.0, timing.received_s - call.submit_s),
-                fetch_s=answer.start_s - timing.received_s,
-                run_s=answer.end_s - answer.start_s,
-                store_s=timing.stored_s - answer.end_s,
-                fetched_bytes=timing.fetched_bytes,
-                stored_bytes=timing.stored_bytes,
-            )
-        if trace is None:
-            return
-        if timing is not None:
-            trace.add_wait(self.row, rank, method, call.submit_s, timing.received_s)
-            trace.add(self.row, rank, f"fetch for {method}", timing.received_s, answer.start_s, cat="fetch", bytes=timing.fetched_bytes)
-        trace.add(self.row, rank, method, answer.start_s, answer.end_s)
-        if timing is not None:
-            trace.add(self.row, rank, f"store from {method}", answer.end_s, timing.stored_s, cat="store", bytes=timing.stored_bytes)
-
-    def record_collect(self, call: PendingCall, start_s: float, size_bytes: int) -> None:
-        """This process has fetched and joined a call's results."""
-        end_s = time.time()
-        self.totals.add(call.spec.name, collect_s=end_s - start_s, collected_bytes=size_bytes)
-        if (host := self._host()) is not None and host.trace is not None:
-            host.trace.add("driver", None, f"collect {call.name}", start_s, end_s, cat="collect", bytes=size_bytes)
+        self.costs.add_call(call.spec.name, call.name, call.submit_s, line=call.line, failed=call.error is not None)
 
     def ensure_workers(self) -> None:
         """Before a call: restart workers that were lost, where the component's policy says so. Raises ComponentLostError where it does not."""
@@ -321,8 +268,7 @@ class RayComponent:
             if self._lost is not None:
                 return
             self._lost = self._reasons[self.restarts] = reason
-            if (host := self._host()) is not None and host.trace is not None:
-                host.trace.mark(self.row, "workers ended", reason=reason)
+            self.costs.mark("workers ended", reason=reason)
             if self._crew is not None:
                 self._crew.kill()
 
@@ -371,7 +317,7 @@ class RayComponent:
         """Replace lost workers. Called with the lock held."""
         old = self._crew
         self.restarts += 1
-        self.totals.restarts = self.restarts
+        self.costs.totals.restarts = self.restarts
         logger.warning("restarting %s (at most %d times): %s", self.describe(), self._policy.max_restarts, self._lost)
         if old is not None:
             _await_end(old)
@@ -381,7 +327,7 @@ class RayComponent:
 
     def _set_crew(self, crew: Crew) -> None:
         self._crew = crew
-        self.num_workers = self.totals.workers = len(crew.actors)
+        self.num_workers = self.costs.totals.workers = len(crew.actors)
 
     def _advice(self) -> str:
         if self._policy.on_failure == "restart" and self.restarts < self._policy.max_restarts:
@@ -429,52 +375,3 @@ def _await_end(crew: Crew) -> None:
     for host, port in crew.addresses(range(len(crew.actors))):
         while listens(host, port) and time.monotonic() < deadline:
             time.sleep(0.05)
-
-
-def _pack_share(share: Share) -> _Packed:
-    numbers: dict[tuple[int, bool], int] = {}
-    slots: list[Slot] = []
-    results: list[Any] = []
-    calls: list[PendingCall] = []
-
-    def register(lazy: LazyResult, sliced: bool) -> tuple[Any, ...]:
-        source = lazy.source
-        if not isinstance(source, CallSource) or not source.call.component.runtime_is_open():
-            return (_value, (lazy.get(),))
-        source.call.raise_error()
-        if (key := (id(lazy), sliced)) not in numbers:
-            numbers[key] = len(slots)
-            slots.append(Slot(num_results=len(source.ranks), collect=source.collect_how, mesh=source.mesh, sliced=sliced))
-            results.extend(source.call.references[rank] for rank in source.ranks)
-            calls.append(source.call)
-        return (read_slot, (numbers[key],))
-
-    token = packing.set(register)
-    try:
-        packed = pack((share.args, share.kwargs))
-    finally:
-        packing.reset(token)
-    # Large arguments are stored once, for all the workers that get them.
-    payload = put(packed) if len(packed) > _STORE_BYTES else packed
-    return _Packed(payload, tuple(slots), tuple(results), tuple(calls))
-
-
-def _at_hand(value: Any) -> Any:
-    """The value of a LazyResult that is not on workers (any more), else `value`."""
-    return value.get() if isinstance(value, LazyResult) and not _is_on_workers(value) else value
-
-
-def _is_on_workers(lazy: LazyResult) -> bool:
-    return isinstance(lazy.source, CallSource) and lazy.source.call.component.runtime_is_open()
-
-
-def _value(value: Any) -> Any:
-    return value
-
-
-def driver_line() -> str:
-    """The innermost line outside this package: 'file:line'."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _PACKAGE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

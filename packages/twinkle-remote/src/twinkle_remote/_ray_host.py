@@ -65,7 +65,7 @@ class RayHost:
         ship_definitions(cls)
         component = RayComponent(self, cls.__name__, group_name, mesh, self.limits, policy)
         self._components[component.id] = component
-        self._totals.append(component.totals)
+        self._totals.append(component.costs.totals)
         num_workers = 1 if execute == "first" else self.groups[group_name].num_workers
         component.build(cls, num_workers, args, {**kwargs, "remote_group": group_name, "device_mesh": mesh})
         self._splits = tuple(sorted({*self._splits, mesh.data_world_size}))
@@ -92,7 +92,7 @@ class RayHost:
         component = self._borrowed.get(key)
         if component is None:
             self._borrowed[key] = component = RayComponent.borrow(self, link)
-            self._totals.append(component.totals)
+            self._totals.append(component.costs.totals)
         return component
 
     def known_splits(self) -> tuple[int, ...]:
