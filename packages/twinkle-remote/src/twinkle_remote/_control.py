@@ -3,9 +3,9 @@
 One JSON line is asked over TCP and one is answered; nothing is unpickled, and a question without the runtime's token gets no answer.
 """
 
-import contextlib
 import hmac
 import json
+import logging
 import os
 import socket
 import sys
@@ -21,8 +21,11 @@ from typing import Any, cast
 from twinkle_remote import _event_loop
 from twinkle_remote._meeting import hold_port
 
+logger = logging.getLogger("twinkle_remote")
+
 _HERE = Path(__file__).parent
 _SERVE_TIMEOUT_S = 10.0
+_PAUSE_S = 0.05
 _MAX_LINE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20
 _ASKED_AT_ONCE = 16
@@ -46,10 +49,14 @@ class ControlServer:
 
     def _serve(self) -> None:
         while True:
-            connection, _ = self._socket.accept()
-            with contextlib.suppress(OSError, ValueError), connection:
-                connection.settimeout(_SERVE_TIMEOUT_S)
-                self._answer(connection)
+            try:
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(_SERVE_TIMEOUT_S)
+                    self._answer(connection)
+            except (OSError, ValueError, RuntimeError) as error:  # whatever is sent here, and whatever torch says to an abort
+                logger.debug("a question on the control channel went unanswered: %r", error)
+                time.sleep(_PAUSE_S)
 
     def _answer(self, connection: socket.socket) -> None:
         question: Any = json.loads(_read_line(connection, _MAX_LINE_BYTES))

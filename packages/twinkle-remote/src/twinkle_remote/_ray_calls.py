@@ -123,7 +123,7 @@ class PendingCall:
         except ray.exceptions.RayError as error:
             answer = Stop(0.0, 0.0)
             if _is_death(error):
-                self.component.kill(f"the worker of rank {rank} ended during {self.name}, which had failed on another rank")
+                self.component.kill(f"the worker of rank {rank} ended during {self.name}, which had failed on another rank", self.crew_number)
         self.results[rank] = answer
 
     def _failed(self, failure: Failure) -> None:
@@ -226,8 +226,7 @@ def _timed_out(calls: Sequence[PendingCall], open_calls: Sequence[PendingCall], 
     for call in open_calls:
         call.fail(error)
         call.reported = True
-    for component in {call.component for call in open_calls}:
-        component.kill(f"{calls[0].name} did not finish within {limit_s:g} s")
+        call.component.kill(f"{calls[0].name} did not finish within {limit_s:g} s", call.crew_number)
     return error
 
 

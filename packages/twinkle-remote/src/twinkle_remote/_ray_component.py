@@ -36,6 +36,19 @@ logger = logging.getLogger("twinkle_remote")
 _STACKS_TIMEOUT_S = 2.0
 _STACKS_SHOWN = 16
 _END_TIMEOUT_S = 10.0
+_REASON_CHARACTERS = 500
+_BUILD = "__init__"
+_BUILD_SPEC = MethodSpec(
+    name=_BUILD,
+    parameters=(),
+    dispatch="all",
+    execute="all",
+    collect="none",
+    sync=True,
+    lazy_collect=False,
+    timeout_s=None,
+    allow_empty=False,
+)
 _numbers = itertools.count(1)
 
 
@@ -51,19 +64,18 @@ class _Origin:
 class RayComponent:
     """The workers of one component and the calls that this process has under way on them.
 
-    id: unique. number: of this process, for the timeline. restarts: how often the workers were replaced.
+    id: unique. restarts: how often the workers were replaced.
     """
 
     def __init__(self, host: "RayHost", class_name: str, group_name: str, mesh: DeviceMesh, limits: Limits, policy: FailurePolicy) -> None:
         self.id = uuid.uuid4().hex
-        self.number = next(_numbers)
         self.class_name = class_name
         self.group_name = group_name
         self.mesh = mesh
         self.num_workers = 0
         self.restarts = 0
         self.limits = limits
-        self.costs = Costs(Totals(f"{class_name} #{self.number}", group_name), host.trace)
+        self.costs = Costs(Totals(f"{class_name} #{next(_numbers)}", group_name), host.trace)
         self._policy = policy
         self._host = ref(host)
         self._token = host.token
@@ -73,7 +85,9 @@ class RayComponent:
         self._reasons: dict[int, str] = {}
         self._calls: list[PendingCall] = []
         self._settlement: Settlement | None = None
-        self._lock = threading.RLock()
+        # The first guards what is known of the workers, and is held for moments only; the second is held while they are replaced.
+        self._lock = threading.Lock()
+        self._restarting = threading.RLock()
 
     @classmethod
     def borrow(cls, host: "RayHost", link: Link) -> "RayComponent":
@@ -90,7 +104,6 @@ class RayComponent:
             raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}), so its handle cannot be passed on: build it anew")
         return Link(
             component_id=self.id,
-            number=self.number,
             class_name=self.class_name,
             group_name=self.group_name,
             mesh=self.mesh,
@@ -141,7 +154,7 @@ class RayComponent:
     ) -> PendingCall:
         """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor. prepared: the shares'
         arguments, where they are packed already."""
-        if self._lost is not None or self._crew is None:
+        if self._crew is None or (self._lost is not None and spec.name != _BUILD):
             raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}): {self._advice()}")
         timeout_s = self.limits.call_timeout_s if spec.timeout_s is None else spec.timeout_s
         splits = self._open_host().known_splits()
@@ -203,7 +216,7 @@ class RayComponent:
             settlement.wait()  # a call that is queued now would be lost with workers that are about to be ended
         if self._lost is None:
             return
-        with self._lock:
+        with self._restarting:
             if not self._is_lost():  # another thread has restarted them
                 return
             if self._origin is None or self.restarts >= self._policy.max_restarts:
@@ -213,14 +226,15 @@ class RayComponent:
     def after_failure(self, call: PendingCall, ranks: Sequence[int], reason: str) -> str:
         """A call has failed on one rank, and these still run it: watch them, and end the component if they hang. Returns what becomes of the
         component, for the message."""
+        if call.spec.name == _BUILD:  # a component that was not built is ended in any case
+            return ""
         if self._lost is not None:
             return f"its workers have been ended ({self._lost}): {self._advice()}"
         if not ranks:
             return ""
-        if self._settlement is not None and self._settlement.is_alive():
-            return f"ranks {list(ranks)} were still in the call"
-        self._settlement = Settlement(self, call, reason)
-        self._settlement.start()
+        with self._lock:
+            self._settlement = Settlement(self, call, reason, before=self._settlement)
+            self._settlement.start()
         return (
             f"ranks {list(ranks)} were still in the call; should they hang, all workers of this component are ended after "
             f"peer_grace_s={self.limits.peer_grace_s:g} s: {self._advice()}"
@@ -228,7 +242,7 @@ class RayComponent:
 
     def worker_died(self, call: PendingCall, rank: int, cause: Exception) -> None:
         """A worker's process has ended under a call."""
-        if call.crew_number != self.restarts or self._lost is not None:
+        if call.crew_number != self.restarts or (self._lost is not None and call.spec.name != _BUILD):
             call.reported = True  # as what ended the workers was
             reason = self._reasons.get(call.crew_number, self._lost)
             call.fail(
@@ -247,7 +261,7 @@ class RayComponent:
             + (f"\nIts last output:\n{tail}" if tail else "")
         )
         call.fail(error)
-        self.kill(f"the worker of rank {rank} ended during {call.name}")
+        self.kill(f"the worker of rank {rank} ended during {call.name}", call.crew_number)
 
     def look(self, ranks: Sequence[int], what: str, timeout_s: float) -> list[dict[str, Any] | None]:
         """Ask workers over their control channels; see `_control`."""
@@ -262,10 +276,11 @@ class RayComponent:
             at.setdefault(stack, []).append(rank)
         return "\n".join(f"Stack of ranks {members} of {self.class_name}:\n{stack}" for stack, members in at.items())
 
-    def kill(self, reason: str) -> None:
-        """End the workers at once. Later calls say why, or restart them."""
+    def kill(self, reason: str, crew_number: int | None = None) -> None:
+        """End the workers at once. Later calls say why, or restart them. crew_number: which workers are meant, if not the present ones: those
+        that have been replaced are gone already."""
         with self._lock:
-            if self._lost is not None:
+            if self._lost is not None or crew_number not in (None, self.restarts):
                 return
             self._lost = self._reasons[self.restarts] = reason
             self.costs.mark("workers ended", reason=reason)
@@ -302,27 +317,34 @@ class RayComponent:
     def _start(self, origin: _Origin, reason: str) -> None:
         """Start workers and construct the object in them. reason: what to say later should this fail."""
         host = self._open_host()
+        crew = None
         try:
-            self._set_crew(host.start_workers(self, origin.cls, origin.num_workers))
-            assert self._crew is not None
-            meeting = self._crew.actors[0].meet.remote()
-            share = Share((), {})
-            spec = internal_spec("__init__", self.limits.call_timeout_s)
-            wait_for([self.submit("build", spec, [share] * self.num_workers, extra=(meeting, self.restarts), prepared=origin.arguments)], None)
+            crew = host.start_workers(self, origin.cls, origin.num_workers)
+            self._set_crew(crew)
+            shares = [Share((), {})] * self.num_workers
+            extra = crew.actors[0].meet.remote(), self.restarts
+            wait_for([self.submit("build", _BUILD_SPEC, shares, extra=extra, prepared=origin.arguments)], None)
         except BaseException as error:
-            self.kill(f"{reason}: {error}"[:500])
+            with self._lock:
+                self._lost = self._reasons[self.restarts] = f"{reason}: {error}"[:_REASON_CHARACTERS]
+            if crew is not None:
+                crew.kill()
             raise
+        with self._lock:
+            self._lost = None
 
     def _restart(self, origin: _Origin) -> None:
-        """Replace lost workers. Called with the lock held."""
+        """Replace lost workers. Called while `_restarting` is held."""
         old = self._crew
-        self.restarts += 1
+        with self._lock:
+            self.restarts += 1
         self.costs.totals.restarts = self.restarts
         logger.warning("restarting %s (at most %d times): %s", self.describe(), self._policy.max_restarts, self._lost)
         if old is not None:
             _await_end(old)
-        self._settlement = None
-        self._lost = None
+        with self._lock:
+            self._settlement = None
+            self._crew = None
         self._start(origin, "its restart failed")
 
     def _set_crew(self, crew: Crew) -> None:
@@ -352,21 +374,6 @@ class RayComponent:
         if host is None or not host.is_open:
             raise RuntimeStateError(f"{self.class_name} was built before shutdown(): its workers are gone; build it anew after initialize()")
         return host
-
-
-def internal_spec(name: str, timeout_s: float | None) -> MethodSpec:
-    """The spec of a call that the user did not write."""
-    return MethodSpec(
-        name=name,
-        parameters=(),
-        dispatch="all",
-        execute="all",
-        collect="none",
-        sync=True,
-        lazy_collect=False,
-        timeout_s=timeout_s,
-        allow_empty=False,
-    )
 
 
 def _await_end(crew: Crew) -> None:

@@ -79,7 +79,6 @@ class Link:
     """A component, as a handle carries it into another process. restarts: how often it had been restarted."""
 
     component_id: str
-    number: int
     class_name: str
     group_name: str
     mesh: DeviceMesh

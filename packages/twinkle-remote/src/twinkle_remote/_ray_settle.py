@@ -25,13 +25,17 @@ _IDLE_SHARE = 0.05
 
 
 class Settlement(threading.Thread):
-    """Watches the ranks of a failed call until all have answered or the component has been ended. reason: why, for later messages."""
+    """Watches the ranks of a failed call until all have answered or the component has been ended.
 
-    def __init__(self, component: "RayComponent", call: "PendingCall", reason: str) -> None:
+    reason: why it failed, for later messages. before: the watch over an earlier call, which its ranks have to finish first.
+    """
+
+    def __init__(self, component: "RayComponent", call: "PendingCall", reason: str, before: "Settlement | None") -> None:
         super().__init__(name="twinkle-settlement", daemon=True)
         self._component = component
         self._call = call
         self._reason = reason
+        self._before = before
         self._stop_asked = threading.Event()
         self._grace_s = component.limits.peer_grace_s
         self._deadline = time.monotonic() + max(self._grace_s, call.timeout_s - (time.time() - call.submit_s))
@@ -39,6 +43,9 @@ class Settlement(threading.Thread):
         self._last: dict[int, tuple[float, float]] = {}
 
     def run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
         until = time.monotonic() + self._grace_s
         while not self._stop_asked.is_set() and (waiting := self._running()):
             if time.monotonic() >= self._deadline:
@@ -58,6 +65,8 @@ class Settlement(threading.Thread):
     def stop(self) -> None:
         """The runtime shuts down: leave the ranks alone."""
         self._stop_asked.set()
+        if (before := self._before) is not None:
+            before.stop()
         self.join(_LOOK_TIMEOUT_S + 2 * _POLL_S)
 
     def _running(self) -> list[int]:
@@ -89,4 +98,4 @@ class Settlement(threading.Thread):
 
     def _end(self, ranks: Sequence[int], what: str) -> None:
         self._component.look(ranks, "abort", _LOOK_TIMEOUT_S)
-        self._component.kill(f"{self._call.name} failed ({self._reason}), and ranks {list(ranks)} {what}")
+        self._component.kill(f"{self._call.name} failed ({self._reason}), and ranks {list(ranks)} {what}", self._call.crew_number)
