@@ -129,13 +129,15 @@ def _has_nccl_group() -> bool:
 
 
 def _format_stack(frame: FrameType | None) -> str:
-    """The stack below our own and Ray's frames."""
+    """The stack without our own frames, and without those that led to us."""
     if frame is None:
         return "(no stack)"
     entries = traceback.extract_stack(frame)
-    ours = [index for index, entry in enumerate(entries) if Path(entry.filename).parent == _HERE]
-    inner = entries[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(entries) else entries[-4:] if not ours else entries[ours[-1] :]
-    return "".join(traceback.format_list(inner)).rstrip()
+    ours = [Path(entry.filename).parent == _HERE for entry in entries]
+    shown = [entry for entry, is_ours in zip(entries, ours, strict=True) if not is_ours]
+    if any(ours):
+        shown = shown[ours.index(True) :]
+    return "".join(traceback.format_list(shown)).rstrip() or "(between calls)"
 
 
 def _read_line(connection: socket.socket, limit_bytes: int) -> bytes:

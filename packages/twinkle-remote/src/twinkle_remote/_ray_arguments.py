@@ -39,7 +39,8 @@ def pack_share(share: Share) -> PackedShare:
             numbers[key] = len(slots)
             slots.append(Slot(num_results=len(source.ranks), collect=source.collect_how, mesh=source.mesh, sliced=sliced))
             results.extend(source.call.references[rank] for rank in source.ranks)
-            calls.append(source.call)
+            if source.call not in calls:
+                calls.append(source.call)
         return (read_slot, (numbers[key],))
 
     token = packing.set(register)

@@ -163,6 +163,9 @@ class RayComponent:
             if id(share) not in packed:
                 packed[id(share)] = pack_share(share) if prepared is None else prepared
         upstream = {id(call): call for one in packed.values() for call in one.calls}
+        # A rank that does not take a LazyResult that its peers take is told of its failure all the same, or it would wait for them in a collective.
+        all_take_all = all(len(one.calls) == len(upstream) for one in packed.values())
+        taken = {} if all_take_all else dict.fromkeys(result for one in packed.values() for result in one.results)
         references: list[Any] = []
         for rank, share in enumerate(shares):
             mine = packed[id(share)]
@@ -176,9 +179,7 @@ class RayComponent:
                 iterator=iterators[rank] if iterators else None,
                 opens_iterator=spec.opens_iterator,
             )
-            # A rank that does not take a LazyResult that its peers take is told of its failure all the same, or it would wait for them in a
-            # collective.
-            others = [reference for call in upstream.values() if call not in mine.calls for reference in call.references]
+            others = [result for result in taken if result not in mine.results]
             references.append(getattr(self._crew.actors[rank], actor_method).remote(header, mine.payload, *extra, *mine.results, *others))
         call = PendingCall(self, spec, references, list(upstream.values()), driver_line(), timeout_s)
         self._calls.append(call)

@@ -80,7 +80,7 @@ class Worker:
             fetched_bytes = traffic.fetched_bytes - fetched_bytes
             start_s = time.time()
             with _state.running(self._target):
-                value = self._run(header, args, kwargs)
+                value = _run(self._target, self._iterators, header, args, kwargs)
             end_s = time.time()
             if header.opens_iterator:
                 return Result(None, (0, 0), (Inline(self._keep_iterator(value)),), start_s, end_s)
@@ -108,17 +108,6 @@ class Worker:
         except Exception as error:
             return self._failure("close", error)
 
-    def _run(self, header: Header, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if header.iterator is not None:
-            iterator = self._iterators.get(header.iterator)
-            if iterator is None:  # at its end, or closed, before this prefetched step came
-                raise StopIteration
-            return next(iterator)
-        attribute = getattr(self._target, header.method)
-        if isinstance(inspect.getattr_static(self._target, header.method, None), property):
-            return attribute
-        return _event_loop.finish(attribute(*args, **kwargs))
-
     def _keep_iterator(self, iterator: Any) -> int:
         self._opened += 1
         self._iterators[self._opened] = iter(iterator)
@@ -143,6 +132,19 @@ class Worker:
             remote_traceback=format_remote_traceback(error),
             packed=packed,
         )
+
+
+# Not a method: Ray 2.60 wraps every method of an actor, also those that nobody calls from outside, which costs time and shows in tracebacks.
+def _run(target: Any, iterators: dict[int, Any], header: Header, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if header.iterator is not None:
+        iterator = iterators.get(header.iterator)
+        if iterator is None:  # at its end, or closed, before this prefetched step came
+            raise StopIteration
+        return next(iterator)
+    attribute = getattr(target, header.method)
+    if isinstance(inspect.getattr_static(target, header.method, None), property):
+        return attribute
+    return _event_loop.finish(attribute(*args, **kwargs))
 
 
 def _first_failure(upstream: Sequence[Any]) -> Failure | None:
