@@ -8,6 +8,8 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -174,6 +176,150 @@ def test_a_method_that_calls_another_one_gets_its_plain_value():
 def test_len_and_iteration_give_python_values():
     assert len(Adder()) == 3
     assert list(Adder()) == [0, 1, 2]
+
+
+@tr.remote_class(on_failure="restart")
+class Stream:
+    def __init__(self):
+        self.closed = 0
+
+    @tr.remote_function(collect="flatten")
+    def double(self, values):
+        return [2 * value for value in values]
+
+    @tr.remote_function(prefetch=1)
+    def doubles(self, n):
+        try:
+            for i in range(n):
+                yield self.double([i])
+        finally:
+            self.closed += len(self.double([0]))
+
+    @tr.remote_function()
+    def __iter__(self):
+        yield from self.doubles(2)
+
+    @property
+    @tr.remote_function(lazy_collect=False)
+    def count(self):
+        return self.closed
+
+    @tr.remote_function()
+    async def later(self, value):
+        await asyncio.sleep(0.01)
+        return await self.same(value), self.double([value])
+
+    @tr.remote_function(lazy_collect=False)
+    async def same(self, value):
+        return value
+
+
+def test_generators_run_as_the_components_own_code():
+    stream = Stream()
+    assert [value for value in stream.doubles(2)] == [[0], [2]]  # noqa: C416  # plain values of its own methods, not LazyResults
+    assert list(stream) == [[0], [2]]
+    assert stream.closed == 2
+    for _ in stream.doubles(5):
+        break
+    assert stream.closed == 3
+    doubles = stream.doubles(5)
+    next(doubles)
+    assert isinstance(stream.double([1]), tr.LazyResult)  # the control: between its steps, a caller's call is a remote one
+    doubles.close()
+    assert stream.count == 4
+
+
+def test_async_methods_run_in_process_with_and_without_a_loop_of_the_caller():
+    stream = Stream(on_failure="raise", max_restarts=0)
+
+    async def main():
+        return await stream.later(3), stream.same(4)
+
+    assert stream.later(2).get() == (2, [4])
+    assert asyncio.run(main()) == ((3, [6]), 4)
+
+
+def test_an_async_method_that_would_wait_for_its_own_loop_is_told():
+    other = Stream()
+
+    @tr.remote_class()
+    class Caller:
+        @tr.remote_function()
+        async def blocks(self):
+            return other.same(1)
+
+        @tr.remote_function()
+        async def in_a_thread(self):
+            return await asyncio.to_thread(other.same, 1)
+
+    with pytest.raises(tr.RuntimeStateError, match="same was called from another component's async method"):
+        Caller().blocks()
+    assert Caller().in_a_thread().get() == 1
+
+
+def test_wrong_failure_policies_are_refused():
+    with pytest.raises(tr.RemoteTypeError, match="'raise' and 'restart'"):
+        tr.remote_class(on_failure="again")
+    with pytest.raises(tr.RemoteTypeError, match="max_restarts=-1"):
+        tr.remote_class(max_restarts=-1)
+    with pytest.raises(tr.DecorationError, match="prefetch=1 is for methods that yield"):
+        tr.remote_function(prefetch=1)(lambda self: None)
+    with pytest.raises(tr.DecorationError, match="async generator"):
+
+        @tr.remote_function()
+        async def stream(self):
+            yield 1
+
+
+class SlowSource:
+    """A value that takes a while, and remembers how long it was given."""
+
+    def __init__(self, wait_s):
+        self.wait_s = wait_s
+        self.limits = []
+
+    def ready(self):
+        return False
+
+    def collect(self, timeout_s):
+        self.limits.append(timeout_s)
+        time.sleep(self.wait_s)
+        return 1
+
+    def wait_all(self, sources, timeout_s):
+        time.sleep(self.wait_s)
+
+
+def test_get_does_not_wait_longer_for_another_thread_than_it_was_told():
+    lazy = tr.LazyResult(SlowSource(3.0))
+    other = threading.Thread(target=lazy.get)
+    other.start()
+    while not lazy.source.limits:
+        time.sleep(0.01)
+    begin = time.monotonic()
+    with pytest.raises(tr.CallTimeoutError, match="another thread"):
+        lazy.get(timeout_s=0.1)
+    assert time.monotonic() - begin < 2.5
+    other.join()
+    assert lazy.get(timeout_s=0.1) == 1
+
+
+def test_gather_fetches_within_what_is_left_of_its_time():
+    source = SlowSource(0.2)
+    assert tr.gather(tr.LazyResult(source), timeout_s=10.0) == [1]
+    assert 0 < source.limits[0] <= 9.9
+
+
+def test_stats_count_what_ran_in_process():
+    with tr.initialize("local", groups=[DeviceGroup("g", 1, "cpu")]) as runtime:
+        adder = Adder(1, remote_group="g")
+        adder.add([1])
+        with pytest.raises(TypeError):
+            adder.add(None)
+        stats = runtime.stats()["Adder"]
+        assert (stats.group, stats.workers) == (None, 1)
+        assert (stats.methods["add"].calls, stats.methods["add"].failures) == (2, 1)
+        assert "group g: 1 cpu worker" in runtime.draw()
 
 
 def test_a_subclass_is_a_remote_class_and_its_overrides_are_remote():

@@ -17,6 +17,7 @@ import ray
 
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, PlacementError
+from twinkle_remote._ray_cluster import remove_stale
 
 COMPONENT = """
 import os, subprocess, sys, time
@@ -98,9 +99,10 @@ def session_members(session):
     [
         (HANGS, signal.SIGINT, "KeyboardInterrupt"),
         (HANGS, signal.SIGTERM, ""),
+        (HANGS, signal.SIGKILL, ""),
         (ENDS_IN_AN_ERROR, None, "LookupError"),
     ],
-    ids=["ctrl-c", "sigterm", "error"],
+    ids=["ctrl-c", "sigterm", "sigkill", "error"],
 )
 def test_nothing_stays_behind(script, end, expected):
     folder = Path(tempfile.mkdtemp(prefix="tr", dir="/tmp"))  # short: Ray's sockets lie in it
@@ -131,10 +133,13 @@ def test_nothing_stays_behind(script, end, expected):
         assert driver.returncode != 0, output
         assert expected in output, output
         assert "Started a local Ray" not in output
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + (60 if end == signal.SIGKILL else 5)
         while session_members(driver.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert session_members(driver.pid) == [], output
+        if end == signal.SIGKILL:  # nobody was left to remove the folder: the next driver does
+            assert len(list((folder / "t").glob("tw-*"))) == 1
+            remove_stale(folder / "t")
         assert list((folder / "t").glob("tw-*")) == [], output
     finally:
         driver.kill()

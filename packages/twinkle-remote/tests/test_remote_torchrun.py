@@ -1,7 +1,6 @@
 """Under torchrun: the same script in several processes."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -44,7 +43,7 @@ with tr.initialize("local", groups=[DeviceGroup("a", 2, "cpu")]) as runtime:
     batch = [0] * (3 + 2 * rank)
     alone = model.loss(batch)
     assert alone == {"n": len(batch), f"rank{rank}": 1.0 + rank}, alone  # the control: nothing reduces before the ranks have met
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
     both = model.loss(batch)
     assert both == {"n": 4.0, "rank0": 1.0, "rank1": 2.0}, both
     assert model.mine(batch).get() == [rank] * len(batch)
@@ -58,19 +57,15 @@ print("fine", rank)
 def test_mean_reduces_over_data_ranks_and_groups_are_checked(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:  # torchrun's own agent would hold the port; these two processes have none
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # They meet in a file: torchrun's own agent would hold a port, but these two processes have none.
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, str(script), str(tmp_path / "meeting")],
             env=os.environ
             | {
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             },
             stdout=subprocess.PIPE,

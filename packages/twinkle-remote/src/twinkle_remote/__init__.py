@@ -25,17 +25,20 @@ from twinkle_remote._lazy import LazyResult, gather
 from twinkle_remote._meeting import HeldPort, Rendezvous
 from twinkle_remote._protocol import Runtime
 from twinkle_remote._state import current_runtime, held_port, in_worker, rendezvous, shutdown
+from twinkle_remote._stats import ComponentStats, MethodStats
 
 __all__ = [
     "CallTimeoutError",
     "ClusterConnectionError",
     "CollectError",
     "ComponentLostError",
+    "ComponentStats",
     "DecorationError",
     "DispatchError",
     "GroupError",
     "HeldPort",
     "LazyResult",
+    "MethodStats",
     "MissingRayError",
     "PlacementTimeoutError",
     "RemoteAttributeError",

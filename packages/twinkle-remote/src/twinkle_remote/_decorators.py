@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 from twinkle_mesh import DeviceMesh
@@ -11,7 +12,7 @@ from twinkle_remote._errors import DecorationError
 from twinkle_remote._handle import component_of, handle_class, is_handle_class
 from twinkle_remote._in_process import call_in_process
 from twinkle_remote._lazy import resolve
-from twinkle_remote._placement_arguments import place_arguments, read_placement
+from twinkle_remote._placement_arguments import FailurePolicy, OnFailure, place_arguments, read_placement
 from twinkle_remote._protocol import Collect, Dispatch, Execute, MethodSpec
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ P = ParamSpec("P")
 
 _SPEC = "__twinkle_remote_method__"
 _EXECUTE = "__twinkle_execute__"
+_POLICY = "__twinkle_failure_policy__"
 _MESH = "__twinkle_mesh__"
 
 
@@ -30,6 +32,7 @@ def remote_function(
     lazy_collect: bool = True,
     timeout_s: float | None = None,
     allow_empty: bool = False,
+    prefetch: int = 0,
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Make a method of a `remote_class` callable on its workers.
 
@@ -48,21 +51,30 @@ def remote_function(
     sync: wait for all workers and return the value. lazy_collect: return a LazyResult (False: the value).
     timeout_s: seconds that a call may take (default: the runtime's `call_timeout_s`).
     allow_empty: let workers get no items where there are fewer items than workers (otherwise an error).
+    prefetch: of a method that yields, how many steps the workers run ahead of the iteration. State that counts steps (a loader's position)
+        is ahead as well.
 
-    Methods of Python's protocols (`__len__`, `__iter__`, `__next__`, ...) work across processes and return values.
+    Methods of Python's protocols (`__len__`, `__iter__`, `__next__`, ...) work across processes and return values. A generator method
+    returns an iterator; its generators are closed on the workers when it is closed or dropped. An `async def` method runs on an event
+    loop of the worker, one call after another. Below `property`, reading it from elsewhere calls it.
     Raises DecorationError for unknown options.
     """
     _check_option("dispatch", dispatch, ("slice", "all", "slice_dp"), callable(dispatch))
     _check_option("execute", execute, get_args(Execute), False)
     _check_option("collect", collect, ("none", "flatten", "mean", "sum", "first", "last_pp"), callable(collect))
+    if type(prefetch) is not int or prefetch < 0:
+        raise DecorationError(f"prefetch={prefetch!r}: it is an int of at least 0")
 
     def decorate(method: Callable[P, Any]) -> Callable[P, Any]:
         if not inspect.isfunction(method):
             raise DecorationError(
                 f"remote_function decorates methods, not {type(method).__name__}: put it below staticmethod or property, or leave it off"
             )
-        if inspect.iscoroutinefunction(method):
-            raise DecorationError(f"{method.__qualname__}: a remote method is a plain function; callers may await its LazyResult")
+        if inspect.isasyncgenfunction(method):
+            raise DecorationError(f"{method.__qualname__}: an async generator cannot be remote: make it a generator, or return a list")
+        is_generator = inspect.isgeneratorfunction(method)
+        if prefetch and not is_generator and method.__name__ != "__iter__":
+            raise DecorationError(f"{method.__qualname__}: prefetch={prefetch} is for methods that yield, and for __iter__")
         spec = MethodSpec(
             name=method.__name__,
             parameters=tuple(inspect.signature(method).parameters)[1:],
@@ -73,13 +85,15 @@ def remote_function(
             lazy_collect=lazy_collect,
             timeout_s=timeout_s,
             allow_empty=allow_empty,
+            is_generator=is_generator,
+            prefetch=prefetch,
         )
         return _remote_method(method, spec)
 
     return decorate
 
 
-def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
+def remote_class(execute: Execute = "all", *, on_failure: OnFailure = "raise", max_restarts: int = 3) -> Callable[[type[T]], type[T]]:
     """Make a class whose objects can live on the workers of a device group. It stays a class, and `isinstance` holds.
 
     Constructed with `remote_group=` (a group's name) in mode 'ray', its object is built on all workers of the group (execute='all')
@@ -91,15 +105,23 @@ def remote_class(execute: Execute = "all") -> Callable[[type[T]], type[T]]:
     method that overrides a remote one is remote. `__worker_env__(device_type) -> dict[str, str]`, a classmethod, may add to the
     workers' environment.
 
-    Raises DecorationError for what is not a class.
+    on_failure: what becomes of a component whose workers were lost (one died, hung after a failure, or passed a deadline; then all are ended).
+        'raise': calls on it raise ComponentLostError. 'restart': the next call first replaces the workers, at most `max_restarts` times: the
+        constructor runs again with the same arguments, and then the method `restore(self)` if there is one (to load a checkpoint, say). A call
+        that was under way is never repeated: it raises. Both are also read from the constructor's keywords, for one component, and handed on
+        only if `__init__` names them.
+
+    Raises DecorationError for what is not a class, RemoteTypeError for other values of `on_failure` and `max_restarts`.
     """
     _check_option("execute", execute, get_args(Execute), False)
+    policy = FailurePolicy(on_failure, max_restarts)
 
     def decorate(cls: type[T]) -> type[T]:
         given: Any = cls
         if not isinstance(given, type):
             raise DecorationError(f"remote_class decorates classes, not {type(given).__name__}")
         _install(cls, execute)
+        setattr(cls, _POLICY, policy)
         return cls
 
     return decorate
@@ -110,9 +132,14 @@ def remote_methods(cls: type) -> dict[str, MethodSpec]:
     found: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
-            if (spec := getattr(attribute, _SPEC, None)) is not None:
+            if (spec := _spec_of(attribute)) is not None:
                 found[name] = spec
     return found
+
+
+def _spec_of(attribute: Any) -> MethodSpec | None:
+    """The spec of a remote method, or of a property that reads one."""
+    return getattr(attribute.fget if isinstance(attribute, property) else attribute, _SPEC, None)
 
 
 def mesh_of(target: Any) -> DeviceMesh:
@@ -157,9 +184,13 @@ def _install(cls: type, execute: Execute) -> None:
 def _inherit_specs(cls: type) -> None:
     """A method that overrides a remote method is remote in the same way."""
     for name, attribute in list(vars(cls).items()):
-        inherited = next((getattr(vars(base)[name], _SPEC, None) for base in cls.__mro__[1:] if name in vars(base)), None)
-        if inherited is not None and inspect.isfunction(attribute) and not hasattr(attribute, _SPEC):
-            setattr(cls, name, _remote_method(attribute, inherited))
+        inherited = next((_spec_of(vars(base)[name]) for base in cls.__mro__[1:] if name in vars(base)), None)
+        if inherited is None or _spec_of(attribute) is not None:
+            continue
+        if inspect.isfunction(attribute):
+            setattr(cls, name, _remote_method(attribute, replace(inherited, is_generator=inspect.isgeneratorfunction(attribute))))
+        elif isinstance(attribute, property) and attribute.fget is not None:
+            setattr(cls, name, attribute.getter(_remote_method(attribute.fget, inherited)))
 
 
 def _wrap_init_subclass(cls: type) -> None:
@@ -187,7 +218,7 @@ def _wrap_new(cls: type) -> None:
         if is_handle_class(subclass):
             return object.__new__(subclass)
         if _state.current_runtime().is_remote(read_placement(subclass.__init__, args, kwargs)[0]):
-            return object.__new__(handle_class(subclass, remote_methods(subclass), getattr(subclass, _EXECUTE)))
+            return object.__new__(handle_class(subclass, remote_methods(subclass), getattr(subclass, _EXECUTE), getattr(subclass, _POLICY)))
         return object.__new__(subclass) if original is None else original(subclass, *args, **kwargs)
 
     cls.__new__ = __new__  # pyright: ignore[reportAttributeAccessIssue]

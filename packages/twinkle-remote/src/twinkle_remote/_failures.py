@@ -20,7 +20,7 @@ class Failure:
     component, group, method, rank: where. end_s: when, seconds since the epoch.
     """
 
-    component_id: int
+    component_id: str
     component: str
     group: str
     method: str

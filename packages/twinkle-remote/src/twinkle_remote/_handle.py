@@ -5,7 +5,7 @@ from typing import Any, NoReturn, cast
 
 from twinkle_remote import _state
 from twinkle_remote._errors import RemoteAttributeError
-from twinkle_remote._placement_arguments import read_placement
+from twinkle_remote._placement_arguments import FailurePolicy, read_placement, read_policy
 from twinkle_remote._protocol import Component, Execute, MethodSpec
 
 _MARK = "__twinkle_handle_of__"
@@ -25,14 +25,25 @@ def component_of(handle: Any) -> Component:
     return cast("dict[str, Any]", vars(handle))[_COMPONENT]
 
 
-def handle_class(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type[Any]:
-    """The subclass of `cls` whose objects stand for ones on workers: remote methods go there, anything else is an error."""
+def handle_class(cls: type, methods: dict[str, MethodSpec], execute: Execute, policy: FailurePolicy) -> type[Any]:
+    """The subclass of `cls` whose objects stand for ones on workers: remote methods go there, anything else is an error.
+
+    policy: where a constructor's call does not say.
+    """
     if cls not in _classes:
-        _classes[cls] = _make(cls, methods, execute)
+        _classes[cls] = _make(cls, methods, execute, policy)
     return _classes[cls]
 
 
-def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type[Any]:
+def rebuild_handle(cls: type, methods: dict[str, MethodSpec], execute: Execute, link: Any) -> Any:
+    """A handle that has come from another process."""
+    component = _state.current_runtime().adopt(link)
+    made = object.__new__(handle_class(cls, methods, execute, FailurePolicy()))
+    cast("dict[str, Any]", vars(made))[_COMPONENT] = component
+    return made
+
+
+def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute, policy: FailurePolicy) -> type[Any]:
     init: Callable[..., None] = cls.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -40,14 +51,16 @@ def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type[A
         group_name, mesh = read_placement(init, args, kwargs)
         assert group_name is not None
         mesh = runtime.mesh_for(group_name, mesh, execute)
-        vars(self)[_COMPONENT] = runtime.create(cls, group_name, mesh, execute, args, kwargs)
+        vars(self)[_COMPONENT] = runtime.create(cls, group_name, mesh, execute, read_policy(init, args, kwargs, policy), args, kwargs)
 
     def __getattribute__(self: Any, name: str) -> Any:
         if name in methods or name in _KEPT:
             return object.__getattribute__(self, name)
         raise RemoteAttributeError(_explain(cls, name, methods))
 
-    def __getattr__(self: Any, name: str) -> NoReturn:
+    def __getattr__(self: Any, name: str) -> Any:
+        if name in methods:  # a property that has raised an AttributeError: let it do so again, where nothing hides it
+            return object.__getattribute__(self, name)
         raise RemoteAttributeError(_explain(cls, name, methods))
 
     def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
@@ -60,8 +73,8 @@ def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute) -> type[A
     def __del__(self: Any) -> None:  # the class's own would run on an object that is not there
         return None
 
-    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
-        raise RemoteAttributeError(f"a handle of {cls.__name__} cannot be pickled or copied: it belongs to the driver that made it")
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return rebuild_handle, (cls, methods, execute, component_of(self).link())
 
     namespace: dict[str, Any] = {
         "__init__": __init__,

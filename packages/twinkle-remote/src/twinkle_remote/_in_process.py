@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from twinkle_mesh import DeviceMesh, launcher_rank
-from twinkle_remote import _state
+from twinkle_mesh import DeviceMesh
+from twinkle_remote import _event_loop, _state
 from twinkle_remote._lazy import LazyResult, ValueSource, resolve
 from twinkle_remote._local import reduce_over_data_ranks
 from twinkle_remote._protocol import EAGER_METHODS, MethodSpec
@@ -25,13 +25,15 @@ def call_in_process(
     args = tuple(resolve(arg) for arg in args)
     kwargs = {name: resolve(value) for name, value in kwargs.items()}
     start_s = time.time()
-    token = _state.active.set(active | {id(target)})
+    failed = True
     try:
-        value = method(target, *args, **kwargs)
+        with _state.running(target):
+            value = _event_loop.finish(method(target, *args, **kwargs))
+        failed = False
     finally:
-        _state.active.reset(token)
-        if (trace := _state.current_runtime().trace) is not None:
-            trace.add(type(target).__name__, launcher_rank(), spec.name, start_s, time.time())
+        _state.current_runtime().record(type(target).__name__, spec.name, start_s, time.time(), failed=failed)
+    if spec.opens_iterator:
+        return value if value is target else _state.RunningIterator(target, iter(value))
     if spec.name in EAGER_METHODS:
         return value
     if not callable(spec.collect) and spec.collect in ("mean", "sum"):

@@ -18,6 +18,7 @@ def initialize(
     cpus_per_rank: float = 0.01,
     start_timeout_s: float = 120,
     call_timeout_s: float = 1800,
+    peer_grace_s: float = 10,
     threads_per_worker: int | None = None,
     object_store_bytes: int | None = None,
     address: str | None = None,
@@ -29,6 +30,7 @@ def initialize(
     groups: the device groups that `remote_group=` names.
     cpus_per_rank: cores that a worker process reserves in Ray (a reservation, not a limit). start_timeout_s: seconds for the groups' places and for a
     component's processes to start. call_timeout_s: seconds that a remote call may take, unless its method says.
+    peer_grace_s: seconds that workers have to finish a call that has failed on another; those that hang then are ended, those at work go on.
     threads_per_worker: OMP_NUM_THREADS of the workers (default: cores of the node / workers of the group there).
     object_store_bytes: size of the object store of a Ray that is started here (default 512 MiB).
     address: of a running Ray cluster ('auto' finds a local one); without it a local Ray is started, and ended by `shutdown`.
@@ -45,6 +47,7 @@ def initialize(
             raise GroupError("initialize('ray') runs in one driver process, but torchrun started several: start the script with plain python")
         _ray_environment.prepare(starts_cluster=address is None)
         try:
+            from twinkle_remote._ray_messages import Limits
             from twinkle_remote._ray_runtime import RayRuntime
         except ModuleNotFoundError as error:
             if error.name != "ray":
@@ -53,8 +56,7 @@ def initialize(
         runtime = RayRuntime(
             groups or (),
             cpus_per_rank=cpus_per_rank,
-            start_timeout_s=start_timeout_s,
-            call_timeout_s=call_timeout_s,
+            limits=Limits(start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s, peer_grace_s=peer_grace_s),
             threads_per_worker=threads_per_worker,
             object_store_bytes=object_store_bytes,
             address=address,

@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Protocol, cast
 
-from twinkle_remote._errors import RemoteTypeError, RuntimeStateError
+from twinkle_remote._errors import CallTimeoutError, RemoteTypeError, RuntimeStateError
+
+_FETCH_S = 1.0
 
 
 class Source(Protocol):
@@ -94,18 +97,25 @@ class LazyResult:
         timeout_s: seconds to wait at most; default: the method's or the runtime's deadline. Raises what the call raised
         (see RemoteCallError), WorkerDiedError, or CallTimeoutError, which leaves the result usable if `timeout_s` was given.
         """
-        with self._lock:
+        begin = time.monotonic()
+        # Another thread that collects without a limit of its own has the call's deadline.
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            raise CallTimeoutError(f"another thread was still collecting this result after {timeout_s} s")
+        try:
             if self._error is not None:
                 raise self._error
             if self._value is None:
+                left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin))
                 try:
-                    self._value = (self._source.collect(timeout_s),)
+                    self._value = (self._source.collect(left_s),)
                 except TimeoutError:
                     raise
                 except Exception as error:
                     self._error = error
                     raise
             return self._value[0]
+        finally:
+            self._lock.release()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
@@ -151,10 +161,12 @@ def gather(*results: LazyResult, timeout_s: float | None = None) -> list[Any]:
     for result in results:
         if not isinstance(result, LazyResult):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RemoteTypeError(f"gather takes LazyResults, not {type(result).__name__}")
+    begin = time.monotonic()
     waiting = [result.source for result in results if not isinstance(result.source, ValueSource)]
     if waiting:
         waiting[0].wait_all(waiting, timeout_s)
-    return [result.get() for result in results]
+    # What they return is fetched within the same time, or within a moment if it has just run out.
+    return [result.get(None if timeout_s is None else max(_FETCH_S, timeout_s - (time.monotonic() - begin))) for result in results]
 
 
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from twinkle_mesh import DeviceGroup, DeviceMesh, launcher_rank, launcher_world_size
+from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology, launcher_rank, launcher_world_size
 from twinkle_remote._collect import combine
-from twinkle_remote._errors import GroupError
+from twinkle_remote._errors import GroupError, RuntimeStateError
+from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import Execute
+from twinkle_remote._stats import ComponentStats, Totals
 from twinkle_remote._trace import Trace
 
 logger = logging.getLogger("twinkle_remote")
@@ -39,6 +41,7 @@ class LocalRuntime:
         self._explicit = groups is not None
         self._on_shutdown = on_shutdown
         self._check_groups()
+        self._totals: dict[str, Totals] = {}
         self.trace = None if trace is None else Trace(_path_of_rank(Path(trace)))
 
     def is_remote(self, group_name: str | None) -> bool:
@@ -62,8 +65,31 @@ class LocalRuntime:
             )
         return mesh if group is None else mesh.with_device_type(group.device_type)
 
-    def create(self, cls: type, group_name: str, mesh: DeviceMesh, execute: Execute, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+    def create(
+        self,
+        cls: type,
+        group_name: str,
+        mesh: DeviceMesh,
+        execute: Execute,
+        policy: FailurePolicy,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> NoReturn:
         raise AssertionError("components of a local runtime are built in process")
+
+    def adopt(self, link: Any) -> NoReturn:
+        raise RuntimeStateError("a handle works in the driver that built its component and in workers of the same initialize('ray', ...), not here")
+
+    def record(self, component: str, method: str, start_s: float, end_s: float, *, failed: bool) -> None:
+        self._totals.setdefault(component, Totals(component, None)).add(method, calls=1, failures=failed, run_s=end_s - start_s)
+        if self.trace is not None:
+            self.trace.add(component, launcher_rank(), method, start_s, end_s)
+
+    def stats(self) -> dict[str, ComponentStats]:
+        return {name: totals.snapshot() for name, totals in self._totals.items()}
+
+    def draw(self) -> str:
+        return draw_topology(self.groups.values(), [])
 
     def shutdown(self) -> None:
         try:

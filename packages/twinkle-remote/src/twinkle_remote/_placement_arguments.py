@@ -1,11 +1,36 @@
-"""`remote_group` and `device_mesh` among the arguments of a constructor."""
+"""`remote_group`, `device_mesh`, `on_failure` and `max_restarts` among the arguments of a constructor."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._errors import RemoteTypeError
+
+OnFailure = Literal["raise", "restart"]
+_OURS = ("remote_group", "device_mesh", "on_failure", "max_restarts")
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What becomes of a component whose workers were lost; see `remote_class`. Raises RemoteTypeError for unknown values."""
+
+    on_failure: OnFailure = "raise"
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in get_args(OnFailure):
+            raise RemoteTypeError(f"on_failure={self.on_failure!r} is not known; known are 'raise' and 'restart'")
+        if type(self.max_restarts) is not int or self.max_restarts < 0:
+            raise RemoteTypeError(f"max_restarts={self.max_restarts!r}: it is an int of at least 0")
+
+
+def read_policy(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any], default: FailurePolicy) -> FailurePolicy:
+    """What a constructor was told about failures, or what its class says. Raises RemoteTypeError for unknown values."""
+    on_failure: Any = _value_of("on_failure", init, args, kwargs)
+    max_restarts: Any = _value_of("max_restarts", init, args, kwargs)
+    return FailurePolicy(default.on_failure if on_failure is None else on_failure, default.max_restarts if max_restarts is None else max_restarts)
 
 
 def read_placement(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, DeviceMesh | None]:
@@ -22,12 +47,13 @@ def read_placement(init: Callable[..., None], args: tuple[Any, ...], kwargs: dic
 def place_arguments(
     init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that `init` gets: `remote_group` only if it names it, the mesh if it accepts it."""
+    """The arguments that `init` gets: `remote_group` and its kin only if it names them, the mesh if it accepts it."""
     parameters = _parameters(init)
-    rest = {name: value for name, value in kwargs.items() if name not in ("remote_group", "device_mesh")}
-    index = _position(init, "remote_group")
-    if "remote_group" in parameters and "remote_group" in kwargs and (index is None or index >= len(args)):
-        rest["remote_group"] = kwargs["remote_group"]
+    rest = {name: value for name, value in kwargs.items() if name not in _OURS}
+    for name in _OURS:
+        index = _position(init, name)
+        if name != "device_mesh" and name in parameters and name in kwargs and (index is None or index >= len(args)):
+            rest[name] = kwargs[name]
     index = _position(init, "device_mesh")
     if index is not None and index < len(args):
         return (*args[:index], mesh, *args[index + 1 :]), rest

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from twinkle_mesh import DeviceGroup, DeviceMesh, PlacementPlan
+from twinkle_remote._stats import ComponentStats
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from twinkle_remote._placement_arguments import FailurePolicy
     from twinkle_remote._trace import Trace
 
 Execute = Literal["all", "first"]
@@ -25,7 +27,7 @@ EAGER_METHODS = frozenset({"__len__", "__bool__", "__contains__", "__getitem__",
 class MethodSpec:
     """How one remote method is called.
 
-    name, parameters: of the method; the parameters' names serve error messages. The rest: see `remote_function`.
+    name, parameters: of the method; the parameters' names serve error messages. is_generator: whether it yields. The rest: see `remote_function`.
     """
 
     name: str
@@ -37,6 +39,13 @@ class MethodSpec:
     lazy_collect: bool
     timeout_s: float | None
     allow_empty: bool
+    is_generator: bool = False
+    prefetch: int = 0
+
+    @property
+    def opens_iterator(self) -> bool:
+        """Whether a call returns an iterator."""
+        return self.is_generator or self.name == "__iter__"
 
     @property
     def returns_value(self) -> bool:
@@ -53,6 +62,10 @@ class Component(Protocol):
 
     def describe(self) -> str:
         """'ClassName in group ...', for messages."""
+        ...
+
+    def link(self) -> Any:
+        """What a handle takes along into another process, for `Runtime.adopt` there. Raises what says why it cannot travel."""
         ...
 
 
@@ -98,8 +111,33 @@ class Runtime(Protocol):
         """The mesh that a component of this group gets. Raises GroupError for one that does not fit."""
         ...
 
-    def create(self, cls: type, group_name: str, mesh: DeviceMesh, execute: Execute, args: Sequence[Any], kwargs: dict[str, Any]) -> Component:
+    def create(
+        self,
+        cls: type,
+        group_name: str,
+        mesh: DeviceMesh,
+        execute: Execute,
+        policy: "FailurePolicy",
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Component:
         """Build a component on the workers of a group; returns once all are built."""
+        ...
+
+    def adopt(self, link: Any) -> Component:
+        """The component of a handle that came from another process. Raises RuntimeStateError where that cannot be."""
+        ...
+
+    def stats(self) -> dict[str, ComponentStats]:
+        """What the calls made in this process have cost so far, by component ('Model #1'): the numbers behind the trace."""
+        ...
+
+    def record(self, component: str, method: str, start_s: float, end_s: float, *, failed: bool) -> None:
+        """A component in this process has run a method: for `stats` and the trace."""
+        ...
+
+    def draw(self) -> str:
+        """The groups, their nodes, the components on them and the way of a batch, as plain text."""
         ...
 
     def shutdown(self) -> None:

@@ -15,13 +15,24 @@ from twinkle_remote._packing import unpack
 from twinkle_remote._protocol import Collect, MethodSpec
 from twinkle_remote._ray_api import ray
 from twinkle_remote._shards import Inline, Result, Stop, fetch
+from twinkle_remote._traffic import traffic
 
 if TYPE_CHECKING:
     from twinkle_remote._ray_component import RayComponent
 
 logger = logging.getLogger("twinkle_remote")
 
-PEER_GRACE_S = 1.0
+# Others may have failed before the first to say so: their answers are on the way.
+_CAUSE_WAIT_S = 0.5
+# A result that is here already is taken also after a deadline that its call has just kept.
+_MIN_FETCH_S = 1.0
+# The threads of this process that wait for remote calls.
+_waiting: set[int] = set()
+
+
+def waits_for_a_call() -> bool:
+    """Whether this process waits for a remote call, whose own deadline bounds the wait."""
+    return bool(_waiting)
 
 
 class PendingCall:
@@ -40,6 +51,7 @@ class PendingCall:
         self.upstream = tuple(upstream)
         self.line = line
         self.timeout_s = timeout_s
+        self.crew_number = component.restarts
         self.submit_s = time.time()
         self.results: list[Result | Stop | Failure | None] = [None] * len(self.references)
         self.error: RemoteError | None = None
@@ -76,7 +88,7 @@ class PendingCall:
             try:
                 answer = ray.get(self.references[rank])
             except ray.exceptions.RayError as error:
-                if isinstance(error, ray.exceptions.RayActorError) and not isinstance(error, ray.exceptions.RayTaskError):
+                if _is_death(error):
                     self.component.worker_died(self, rank, error)
                     return
                 self.fail(WorkerError(f"{self.name} on rank {rank} of {self.component.describe()}, called from {self.line}: {error}"))
@@ -85,7 +97,7 @@ class PendingCall:
             if isinstance(answer, Failure):
                 self._failed(answer)
             else:
-                self.component.record_span(self, rank, answer.start_s, answer.end_s)
+                self.component.costs.add_answer(self.spec.name, rank, self.submit_s, answer)
                 if self.finished:
                     self.upstream = ()
                     self.component.call_finished(self)
@@ -104,34 +116,41 @@ class PendingCall:
             self.reported = True
             raise self.error
 
+    def take_late(self, rank: int) -> None:
+        """Take in the answer of a worker after the call has failed: only whether it lives matters."""
+        try:
+            answer = ray.get(self.references[rank])
+        except ray.exceptions.RayError as error:
+            answer = Stop(0.0, 0.0)
+            if _is_death(error):
+                self.component.kill(f"the worker of rank {rank} ended during {self.name}, which had failed on another rank", self.crew_number)
+        self.results[rank] = answer
+
     def _failed(self, failure: Failure) -> None:
-        """Raise the earliest failure; end the workers that hang in the call because of it."""
+        """Fail with the earliest failure, and see to the workers that still run."""
         note = ""
-        if failure.component_id == self.component.number:
+        if failure.component_id == self.component.id:
             failure = self._earliest_failure(failure)
-            hung = self.running_ranks()
-            if hung:
-                note = (
-                    f"ranks {hung} were still in the call {PEER_GRACE_S:g} s later, so all workers of this component have been ended: build it anew"
-                )
+            note = self.component.after_failure(self, self.running_ranks(), failure.summary)
         else:
             self.reported = True  # as a failure of the call that it comes from
-        error = to_exception(failure, unpack, self.line, note)
-        self.fail(error)
-        if note:
-            self.component.kill(f"{self.name} failed: {failure.summary}")
+        self.fail(to_exception(failure, unpack, self.line, note))
 
     def _earliest_failure(self, failure: Failure) -> Failure:
-        """Give the peers a moment: some may finish well, and the first to fail is the cause."""
+        """The first to fail is the cause; it may not be the first to be heard of."""
         waiting = {self.references[rank]: rank for rank in self.running_ranks()}
         if waiting:
-            arrived, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=PEER_GRACE_S)
+            arrived, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_CAUSE_WAIT_S)
             for reference in arrived:
-                try:
-                    self.results[waiting[reference]] = ray.get(reference)
-                except ray.exceptions.RayError:  # died because its peer did
-                    continue
+                self.take_late(waiting[reference])
         return min((result for result in self.results if isinstance(result, Failure)), key=lambda one: one.end_s, default=failure)
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether a worker's process has ended, rather than that something went wrong in it."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return False
+    return isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, ray.exceptions.WorkerCrashedError))
 
 
 def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
@@ -140,7 +159,14 @@ def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
     for, which ends the workers that hang.
     """
     limit_s = own_limit_s(calls) if timeout_s is None else timeout_s
-    deadline = time.monotonic() + limit_s
+    _waiting.add(threading.get_ident())
+    try:
+        _wait_until(calls, time.monotonic() + limit_s, limit_s, final=timeout_s is None)
+    finally:
+        _waiting.discard(threading.get_ident())
+
+
+def _wait_until(calls: Sequence[PendingCall], deadline: float, limit_s: float, *, final: bool) -> None:
     while True:
         watched = _with_blockers(calls)
         for call in watched:
@@ -153,7 +179,7 @@ def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
         left_s = deadline - time.monotonic()
         arrived, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, left_s))
         if not arrived and left_s <= 0:
-            raise _timed_out(calls, open_calls, limit_s, final=timeout_s is None)
+            raise _timed_out(calls, open_calls, limit_s, final=final)
         for reference in arrived:
             call, rank = waiting[reference]
             call.take(rank)
@@ -193,12 +219,14 @@ def _timed_out(calls: Sequence[PendingCall], open_calls: Sequence[PendingCall], 
     message = f"{', '.join(call.name for call in calls)} did not finish within {limit_s:g} s, called from {calls[0].line}: {late}"
     if not final:
         return CallTimeoutError(message)
-    error = CallTimeoutError(f"{message}. Their workers have been ended: build these components anew, with a larger timeout_s or call_timeout_s")
+    stacks = "\n".join(call.component.stacks(call.running_ranks()) for call in open_calls)
+    error = CallTimeoutError(
+        f"{message}. Their workers have been ended; if it was only slow, raise timeout_s or call_timeout_s before you build them anew\n{stacks}"
+    )
     for call in open_calls:
         call.fail(error)
         call.reported = True
-    for component in {call.component for call in open_calls}:
-        component.kill(f"{calls[0].name} did not finish within {limit_s:g} s")
+        call.component.kill(f"{calls[0].name} did not finish within {limit_s:g} s", call.crew_number)
     return error
 
 
@@ -218,16 +246,21 @@ class CallSource:
 
     def collect(self, timeout_s: float | None) -> Any:
         self._check_open()
+        begin = time.monotonic()
         wait_for([self.call], timeout_s)
         results = [result for rank in self.ranks if isinstance(result := self.call.results[rank], Result)]
         if not self._is_open() and not all(isinstance(piece, Inline) for result in results for piece in result.pieces):
             raise self._too_late()  # Ray 2.60 would start a new cluster to look for the pieces
+        fetch_timeout_s = self.call.timeout_s if timeout_s is None else max(_MIN_FETCH_S, timeout_s - (time.monotonic() - begin))
+        start_s, fetched_bytes = time.time(), traffic.fetched_bytes
         try:
-            return fetch(results, self.collect_how, self.mesh, None, self.call.timeout_s if timeout_s is None else timeout_s)[0]
+            value, _ = fetch(results, self.collect_how, self.mesh, None, fetch_timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise CallTimeoutError(f"the result of {self.call.name}, called from {self.call.line}, did not arrive in time: {error}") from error
         except ray.exceptions.RayError as error:
             raise WorkerDiedError(f"the result of {self.call.name}, called from {self.call.line}, is lost: its worker has ended ({error})") from error
+        self.call.component.costs.add_collect(self.call.spec.name, self.call.name, start_s, traffic.fetched_bytes - fetched_bytes)
+        return value
 
     def wait_all(self, sources: Sequence[Source], timeout_s: float | None) -> None:
         self._check_open()

@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from twinkle_mesh import Node, visible_devices_variable
@@ -20,6 +21,7 @@ DEFAULT_OBJECT_STORE_BYTES = 512 << 20
 # Ray 2.60 makes sockets at <folder>/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store; Linux allows 107 bytes.
 _MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _END_TIMEOUT_S = 10.0
+_OWNER = "driver"  # in a session folder: the process that it belongs to, and when that started
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -87,7 +89,7 @@ class Cluster:
         return cls(None)
 
     def nodes(self) -> list[Node]:
-        """The cluster's living nodes."""
+        """The cluster's living nodes. Raises ClusterConnectionError where two share an address: workers could not be placed on either."""
         nodes: list[Node] = []
         for node in ray.nodes():
             if node["Alive"]:
@@ -95,7 +97,14 @@ class Cluster:
                 kind = "npu" if "NPU" in resources else "cuda"
                 devices = int(resources.get("NPU" if kind == "npu" else "GPU", 0))
                 nodes.append(Node(node["NodeManagerAddress"], num_gpus=devices, num_cpus=resources.get("CPU", 0.0), device_type=kind))
-        return nodes
+        # The head first, then by address: one cluster gives one plan, whatever the order in which its nodes joined.
+        heads = {node["NodeManagerAddress"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
+        twice = sorted(address for address, count in Counter(node.address for node in nodes).items() if count > 1)
+        if twice:
+            raise ClusterConnectionError(
+                f"several nodes of the cluster have the address {', '.join(twice)}: start each with a --node-ip-address of its own"
+            )
+        return sorted(nodes, key=lambda node: (node.address not in heads, _numbers_of(node.address)))
 
     def log_tail(self, pid: int, lines: int = 20) -> str:
         """The last lines that a worker of this machine wrote to stderr; '' if there are none."""
@@ -124,6 +133,11 @@ class Cluster:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _numbers_of(address: str) -> tuple[tuple[int, str], ...]:
+    """To sort addresses by: 10.0.0.9 comes before 10.0.0.10."""
+    return tuple((int(part), "") if part.isdecimal() else (0, part) for part in address.split("."))
+
+
 def _check_not_connected() -> None:
     if ray.is_initialized():
         raise RuntimeStateError(
@@ -145,10 +159,26 @@ def _check_answers(address: str) -> None:
 def _session_parent() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
         if len(os.fsencode(parent)) + len("/tw-12345678") <= _MAX_FOLDER_BYTES:
-            return Path(tempfile.mkdtemp(prefix="tw-", dir=parent))
+            remove_stale(Path(parent))
+            folder = Path(tempfile.mkdtemp(prefix="tw-", dir=parent))
+            stat = _stat(os.getpid())
+            (folder / _OWNER).write_text(f"{os.getpid()} {'' if stat is None else stat[1]}")
+            return folder
     raise RuntimeStateError(
         f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name for Ray's sockets: set TMPDIR to a shorter one"
     )
+
+
+def remove_stale(parent: Path) -> None:
+    """Remove the session folders of drivers of this user that were killed, and so could not do it themselves."""
+    for owner in parent.glob(f"tw-*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError):
+            if owner.stat().st_uid != os.getuid():
+                continue
+            pid, start = owner.read_text().split()
+            stat = _stat(int(pid))
+            if stat is None or stat[1] != start:
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _ray_processes(folder: Path) -> set[tuple[int, str]]:

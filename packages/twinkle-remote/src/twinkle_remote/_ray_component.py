@@ -1,103 +1,204 @@
-"""A component on Ray workers, as the driver sees it."""
+"""A component on Ray workers, as the process that calls it sees it."""
 
 import itertools
 import logging
-import sys
+import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from twinkle_mesh import DeviceMesh
+from twinkle_remote._control import ask_all, listens
 from twinkle_remote._dispatch import Share, share_out
-from twinkle_remote._errors import ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
-from twinkle_remote._lazy import LazyResult, packing, read_slot
-from twinkle_remote._packing import pack
+from twinkle_remote._driver_line import driver_line
+from twinkle_remote._errors import CollectError, ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
+from twinkle_remote._lazy import LazyResult
+from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import MethodSpec
-from twinkle_remote._ray_api import ray
+from twinkle_remote._ray_arguments import PackedShare, at_hand, pack_share
 from twinkle_remote._ray_calls import CallSource, PendingCall, wait_for
-from twinkle_remote._ray_worker import Header, Slot
-from twinkle_remote._shards import Result, Stop, put
+from twinkle_remote._ray_costs import Costs
+from twinkle_remote._ray_iterator import RemoteIterator
+from twinkle_remote._ray_messages import Header, Limits, Link
+from twinkle_remote._ray_places import Crew
+from twinkle_remote._ray_settle import Settlement
+from twinkle_remote._shards import Result, Stop
+from twinkle_remote._stats import Totals
 
 if TYPE_CHECKING:
-    from twinkle_remote._ray_runtime import RayRuntime
+    from twinkle_remote._ray_host import RayHost
 
 logger = logging.getLogger("twinkle_remote")
 
-_PACKAGE = Path(__file__).parent
-_STORE_BYTES = 64 << 10
+_STACKS_TIMEOUT_S = 2.0
+_STACKS_SHOWN = 16
+_END_TIMEOUT_S = 10.0
+_REASON_CHARACTERS = 500
+_BUILD = "__init__"
+_BUILD_SPEC = MethodSpec(
+    name=_BUILD,
+    parameters=(),
+    dispatch="all",
+    execute="all",
+    collect="none",
+    sync=True,
+    lazy_collect=False,
+    timeout_s=None,
+    allow_empty=False,
+)
 _numbers = itertools.count(1)
 
 
-class RayComponent:
-    """The workers of one component and the calls that are under way on them.
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a component is built from, and built again after a failure."""
 
-    actors: in order of rank. pids: of their processes, for messages.
+    cls: type
+    num_workers: int
+    arguments: PackedShare
+
+
+class RayComponent:
+    """The workers of one component and the calls that this process has under way on them.
+
+    id: unique. restarts: how often the workers were replaced.
     """
 
-    def __init__(self, runtime: "RayRuntime", class_name: str, group_name: str, mesh: DeviceMesh, call_timeout_s: float) -> None:
-        self.number = next(_numbers)
+    def __init__(self, host: "RayHost", class_name: str, group_name: str, mesh: DeviceMesh, limits: Limits, policy: FailurePolicy) -> None:
+        self.id = uuid.uuid4().hex
         self.class_name = class_name
         self.group_name = group_name
         self.mesh = mesh
-        self.actors: list[Any] = []
-        self.pids: list[int] = []
-        self._runtime = weakref.ref(runtime)
-        self._call_timeout_s = call_timeout_s
+        self.num_workers = 0
+        self.restarts = 0
+        self.limits = limits
+        self.costs = Costs(Totals(f"{class_name} #{next(_numbers)}", group_name), host.trace)
+        self._policy = policy
+        self._host = ref(host)
+        self._token = host.token
+        self._crew: Crew | None = None
+        self._origin: _Origin | None = None
         self._lost: str | None = None
+        self._reasons: dict[int, str] = {}
         self._calls: list[PendingCall] = []
+        self._settlement: Settlement | None = None
+        # The first guards what is known of the workers, and is held for moments only; the second is held while they are replaced.
+        self._lock = threading.Lock()
+        self._restarting = threading.RLock()
+
+    @classmethod
+    def borrow(cls, host: "RayHost", link: Link) -> "RayComponent":
+        """A component that another process built and ends."""
+        component = cls(host, link.class_name, link.group_name, link.mesh, link.limits, FailurePolicy())
+        component.id, component.restarts, component._token = link.component_id, link.restarts, link.token
+        component._set_crew(Crew(actors=link.actors, hellos=link.hellos))
+        return component
+
+    def link(self) -> Link:
+        """What a handle takes along into another process. Raises ComponentLostError if there are no workers."""
+        self._open_host()
+        if self._lost is not None or self._crew is None:
+            raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}), so its handle cannot be passed on: build it anew")
+        return Link(
+            component_id=self.id,
+            class_name=self.class_name,
+            group_name=self.group_name,
+            mesh=self.mesh,
+            restarts=self.restarts,
+            actors=self._crew.actors,
+            hellos=self._crew.hellos,
+            limits=self.limits,
+            token=self._token,
+        )
 
     def describe(self) -> str:
-        return f"{self.class_name} on {len(self.actors)} worker(s) of group {self.group_name!r}"
+        again = "" if not self.restarts else f", restarted {self.restarts} time(s)"
+        return f"{self.class_name} on {self.num_workers} worker(s) of group {self.group_name!r}{again}"
+
+    def build(self, cls: type, num_workers: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Start the workers and construct the object in each. Raises what the constructor raises; then no worker is left."""
+        self.num_workers = num_workers
+        arguments = pack_share(Share((cls, tuple(args), kwargs), {}))
+        self._start(_Origin(cls, num_workers, arguments), "its construction failed")
+        if self._policy.on_failure == "restart":
+            self._origin = _Origin(cls, num_workers, arguments)
 
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a remote method on the workers."""
-        self._open_runtime()
+        self._open_host()
         self._raise_uncollected()
-        args = tuple(_at_hand(arg) for arg in args)
-        kwargs = {name: _at_hand(value) for name, value in kwargs.items()}
-        num_workers = 1 if spec.execute == "first" else len(self.actors)
+        self.ensure_workers()
+        args = tuple(at_hand(arg) for arg in args)
+        kwargs = {name: at_hand(value) for name, value in kwargs.items()}
+        num_workers = 1 if spec.execute == "first" else self.num_workers
         call = self.submit("call", spec, share_out(spec, args, kwargs, num_workers, self.mesh))
-        if spec.name == "__iter__":
+        if spec.opens_iterator:
             wait_for([call], None)
-            numbers = [result.pieces[0].value for result in call.results if isinstance(result, Result)]
-            return self._iterate(spec, numbers)
+            return RemoteIterator(self, spec, [result.pieces[0].value for result in call.results if isinstance(result, Result)])
         if spec.name == "__next__":
-            return self._next_value(spec, call)
+            return self.next_value(spec, call)
         lazy = LazyResult(CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
         return lazy.get() if spec.returns_value else lazy
 
     def submit(
-        self, actor_method: str, spec: MethodSpec, shares: Sequence[Share], iterators: Sequence[int] = (), extra: tuple[Any, ...] = ()
+        self,
+        actor_method: str,
+        spec: MethodSpec,
+        shares: Sequence[Share],
+        iterators: Sequence[int] = (),
+        extra: tuple[Any, ...] = (),
+        prepared: PackedShare | None = None,
     ) -> PendingCall:
-        """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor."""
-        if self._lost is not None:
-            raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}): build it anew")
-        runtime = self._open_runtime()
-        timeout_s = self._call_timeout_s if spec.timeout_s is None else spec.timeout_s
-        splits = runtime.known_splits()
-        packed: dict[int, tuple[Any, list[Slot], list[Any], list[PendingCall]]] = {}
-        upstream: dict[int, PendingCall] = {}
+        """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor. prepared: the shares'
+        arguments, where they are packed already."""
+        if self._crew is None or (self._lost is not None and spec.name != _BUILD):
+            raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}): {self._advice()}")
+        timeout_s = self.limits.call_timeout_s if spec.timeout_s is None else spec.timeout_s
+        splits = self._open_host().known_splits()
+        packed: dict[int, PackedShare] = {}
+        for share in shares:
+            if id(share) not in packed:
+                packed[id(share)] = pack_share(share) if prepared is None else prepared
+        upstream = {id(call): call for one in packed.values() for call in one.calls}
+        # A rank that does not take a LazyResult that its peers take is told of its failure all the same, or it would wait for them in a collective.
+        all_take_all = all(len(one.calls) == len(upstream) for one in packed.values())
+        taken = {} if all_take_all else dict.fromkeys(result for one in packed.values() for result in one.results)
         references: list[Any] = []
         for rank, share in enumerate(shares):
-            if id(share) not in packed:
-                packed[id(share)] = _pack_share(share)
-            payload, slots, results, calls = packed[id(share)]
-            upstream.update((id(call), call) for call in calls)
+            mine = packed[id(share)]
             header = Header(
                 method=spec.name,
-                slots=tuple(slots),
+                slots=mine.slots,
                 part=share.part,
                 splits=splits,
                 allow_empty=spec.allow_empty,
                 timeout_s=timeout_s,
                 iterator=iterators[rank] if iterators else None,
+                opens_iterator=spec.opens_iterator,
             )
-            references.append(getattr(self.actors[rank], actor_method).remote(header, payload, *extra, *results))
+            others = [result for result in taken if result not in mine.results]
+            references.append(getattr(self._crew.actors[rank], actor_method).remote(header, mine.payload, *extra, *mine.results, *others))
         call = PendingCall(self, spec, references, list(upstream.values()), driver_line(), timeout_s)
         self._calls.append(call)
         return call
+
+    def next_value(self, spec: MethodSpec, call: PendingCall) -> Any:
+        """Wait for `__next__`; its value stays where it is unless the method says otherwise. Raises StopIteration at the end, and CollectError
+        where some ranks end before the others."""
+        wait_for([call], None)
+        ended = [rank for rank, result in enumerate(call.results) if isinstance(result, Stop)]
+        if len(ended) == len(call.results):
+            raise StopIteration
+        if ended:
+            raise CollectError(
+                f"ranks {ended} of {self.describe()} came to the end of the iteration from {call.line} before the others, whose items would be "
+                f"lost: have all ranks yield as often"
+            )
+        lazy = LazyResult(CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
+        return lazy.get() if spec.sync or not spec.lazy_collect else lazy
 
     def calls_before(self, call: PendingCall) -> list[PendingCall]:
         """The unfinished calls that these workers got before `call`."""
@@ -107,39 +208,92 @@ class RayComponent:
         """Called by a call that has finished. One that has failed is remembered until somebody has seen its error."""
         if call.error is None and call in self._calls:
             self._calls.remove(call)
-        if (runtime := self._runtime()) is not None and runtime.trace is not None:
-            runtime.trace.add("driver", None, call.name, call.submit_s, time.time(), line=call.line, failed=call.error is not None)
+        self.costs.add_call(call.spec.name, call.name, call.submit_s, line=call.line, failed=call.error is not None)
 
-    def record_span(self, call: PendingCall, rank: int, start_s: float, end_s: float) -> None:
-        """A worker has answered."""
-        if (runtime := self._runtime()) is not None and runtime.trace is not None:
-            runtime.trace.add(f"{self.class_name} #{self.number} ({self.group_name})", rank, call.spec.name, start_s, end_s)
+    def ensure_workers(self) -> None:
+        """Before a call: restart workers that were lost, where the component's policy says so. Raises ComponentLostError where it does not."""
+        settlement = self._settlement
+        if self._origin is not None and settlement is not None:
+            settlement.wait()  # a call that is queued now would be lost with workers that are about to be ended
+        if self._lost is None:
+            return
+        with self._restarting:
+            if not self._is_lost():  # another thread has restarted them
+                return
+            if self._origin is None or self.restarts >= self._policy.max_restarts:
+                raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}): {self._advice()}")
+            self._restart(self._origin)
+
+    def after_failure(self, call: PendingCall, ranks: Sequence[int], reason: str) -> str:
+        """A call has failed on one rank, and these still run it: watch them, and end the component if they hang. Returns what becomes of the
+        component, for the message."""
+        if call.spec.name == _BUILD:  # a component that was not built is ended in any case
+            return ""
+        if self._lost is not None:
+            return f"its workers have been ended ({self._lost}): {self._advice()}"
+        if not ranks:
+            return ""
+        with self._lock:
+            self._settlement = Settlement(self, call, reason, before=self._settlement)
+            self._settlement.start()
+        return (
+            f"ranks {list(ranks)} were still in the call; should they hang, all workers of this component are ended after "
+            f"peer_grace_s={self.limits.peer_grace_s:g} s: {self._advice()}"
+        )
 
     def worker_died(self, call: PendingCall, rank: int, cause: Exception) -> None:
         """A worker's process has ended under a call."""
-        if self._lost is not None:
-            call.reported = True  # as what ended the component was
+        if call.crew_number != self.restarts or (self._lost is not None and call.spec.name != _BUILD):
+            call.reported = True  # as what ended the workers was
+            reason = self._reasons.get(call.crew_number, self._lost)
             call.fail(
-                ComponentLostError(f"{call.name}, called from {call.line}: {self.describe()} has no workers any more ({self._lost}): build it anew")
+                ComponentLostError(
+                    f"{call.name}, called from {call.line}, was lost with the workers of {self.describe()} ({reason}): {self._advice()}"
+                )
             )
             return
-        runtime = self._runtime()
-        pid = self.pids[rank] if rank < len(self.pids) else None
-        tail = "" if runtime is None or pid is None else runtime.log_tail(pid)
+        host = self._host()
+        hello = None if self._crew is None else self._crew.hellos[rank]
+        tail = "" if host is None or hello is None else host.log_tail(hello.pid)
+        where = "" if hello is None else f" (process {hello.pid} on {hello.host})"
         error = WorkerDiedError(
-            f"the worker of rank {rank} of {self.describe()} (process {pid}) ended during {call.name}, called from {call.line}; all workers of "
-            f"this component have been ended: build it anew\n  {cause}".rstrip()
+            f"the worker of rank {rank} of {self.describe()}{where} ended during {call.name}, called from {call.line}; all workers of "
+            f"this component have been ended: {self._advice()}\n  {cause}".rstrip()
             + (f"\nIts last output:\n{tail}" if tail else "")
         )
         call.fail(error)
-        self.kill(f"the worker of rank {rank} ended during {call.name}")
+        self.kill(f"the worker of rank {rank} ended during {call.name}", call.crew_number)
 
-    def kill(self, reason: str) -> None:
-        """End the workers at once. Later calls say why."""
-        if self._lost is None:
-            self._lost = reason
-            for actor in self.actors:
-                ray.kill(actor)
+    def look(self, ranks: Sequence[int], what: str, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Ask workers over their control channels; see `_control`."""
+        return [] if self._crew is None else ask_all(self._crew.addresses(ranks), self._token, what, timeout_s)
+
+    def stacks(self, ranks: Sequence[int]) -> str:
+        """Where these ranks are now, for messages. Ranks in the same place are shown together."""
+        shown = list(ranks)[:_STACKS_SHOWN]
+        at: dict[str, list[int]] = {}
+        for rank, answer in zip(shown, self.look(shown, "stacks", _STACKS_TIMEOUT_S), strict=False):
+            stack = "(does not answer: it has ended, or native code holds its interpreter)" if answer is None else str(answer["stack"])
+            at.setdefault(stack, []).append(rank)
+        return "\n".join(f"Stack of ranks {members} of {self.class_name}:\n{stack}" for stack, members in at.items())
+
+    def kill(self, reason: str, crew_number: int | None = None) -> None:
+        """End the workers at once. Later calls say why, or restart them. crew_number: which workers are meant, if not the present ones: those
+        that have been replaced are gone already."""
+        with self._lock:
+            if self._lost is not None or crew_number not in (None, self.restarts):
+                return
+            self._lost = self._reasons[self.restarts] = reason
+            self.costs.mark("workers ended", reason=reason)
+            if self._crew is not None:
+                self._crew.kill()
+
+    def close(self) -> None:
+        """End the workers for good: the runtime shuts down."""
+        self._origin = None
+        if self._settlement is not None:
+            self._settlement.stop()
+        self.kill("shutdown")
 
     def unreported_errors(self) -> list[RemoteError]:
         """Errors of calls whose results nobody collected."""
@@ -149,8 +303,61 @@ class RayComponent:
 
     def runtime_is_open(self) -> bool:
         """Whether the runtime is not shut down."""
-        runtime = self._runtime()
-        return runtime is not None and runtime.is_open
+        host = self._host()
+        return host is not None and host.is_open
+
+    def send_close(self, numbers: Sequence[int], restarts: int) -> None:
+        """Have the workers close iterators, if they are still there; nobody waits for it."""
+        if self._lost is None and restarts == self.restarts and self.runtime_is_open() and self._crew is not None:
+            for actor, number in zip(self._crew.actors, numbers, strict=False):
+                actor.close_iterator.remote(number)
+
+    def _is_lost(self) -> bool:
+        return self._lost is not None
+
+    def _start(self, origin: _Origin, reason: str) -> None:
+        """Start workers and construct the object in them. reason: what to say later should this fail."""
+        host = self._open_host()
+        crew = None
+        try:
+            crew = host.start_workers(self, origin.cls, origin.num_workers)
+            self._set_crew(crew)
+            shares = [Share((), {})] * self.num_workers
+            extra = crew.actors[0].meet.remote(), self.restarts
+            wait_for([self.submit("build", _BUILD_SPEC, shares, extra=extra, prepared=origin.arguments)], None)
+        except BaseException as error:
+            with self._lock:
+                self._lost = self._reasons[self.restarts] = f"{reason}: {error}"[:_REASON_CHARACTERS]
+            if crew is not None:
+                crew.kill()
+            raise
+        with self._lock:
+            self._lost = None
+
+    def _restart(self, origin: _Origin) -> None:
+        """Replace lost workers. Called while `_restarting` is held."""
+        old = self._crew
+        with self._lock:
+            self.restarts += 1
+        self.costs.totals.restarts = self.restarts
+        logger.warning("restarting %s (at most %d times): %s", self.describe(), self._policy.max_restarts, self._lost)
+        if old is not None:
+            _await_end(old)
+        with self._lock:
+            self._settlement = None
+            self._crew = None
+        self._start(origin, "its restart failed")
+
+    def _set_crew(self, crew: Crew) -> None:
+        self._crew = crew
+        self.num_workers = self.costs.totals.workers = len(crew.actors)
+
+    def _advice(self) -> str:
+        if self._policy.on_failure == "restart" and self.restarts < self._policy.max_restarts:
+            return "the next call restarts it, and does not repeat this one"
+        if self._policy.on_failure == "restart":
+            return f"it has been restarted {self.restarts} time(s), and max_restarts={self._policy.max_restarts}: build it anew"
+        return "build it anew, or with on_failure='restart'"
 
     def _raise_uncollected(self) -> None:
         """Raise the error of an earlier call that nobody has seen. Looks only as far as the first call that still runs."""
@@ -163,86 +370,16 @@ class RayComponent:
             if not call.reported:
                 call.raise_error()
 
-    def _iterate(self, spec: MethodSpec, numbers: Sequence[int]) -> Iterator[Any]:
-        advance = MethodSpec(
-            name="__next__",
-            parameters=(),
-            dispatch="all",
-            execute=spec.execute,
-            collect=spec.collect,
-            sync=spec.sync,
-            lazy_collect=spec.lazy_collect,
-            timeout_s=spec.timeout_s,
-            allow_empty=False,
-        )
-        share = Share((), {})
-        while True:
-            call = self.submit("call", advance, [share] * len(numbers), numbers)
-            try:
-                value = self._next_value(advance, call)
-            except StopIteration:
-                return
-            yield value
-
-    def _next_value(self, spec: MethodSpec, call: PendingCall) -> Any:
-        """Wait for `__next__`; its value stays where it is unless the method says otherwise."""
-        wait_for([call], None)
-        if any(isinstance(result, Stop) for result in call.results):
-            raise StopIteration
-        lazy = LazyResult(CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
-        return lazy.get() if spec.sync or not spec.lazy_collect else lazy
-
-    def _open_runtime(self) -> "RayRuntime":
-        runtime = self._runtime()
-        if runtime is None or not runtime.is_open:
+    def _open_host(self) -> "RayHost":
+        host = self._host()
+        if host is None or not host.is_open:
             raise RuntimeStateError(f"{self.class_name} was built before shutdown(): its workers are gone; build it anew after initialize()")
-        return runtime
+        return host
 
 
-def _pack_share(share: Share) -> tuple[Any, list[Slot], list[Any], list[PendingCall]]:
-    """The share's arguments as bytes, with slots where LazyResults were; the slots; the upstream results, and calls, they need."""
-    numbers: dict[tuple[int, bool], int] = {}
-    slots: list[Slot] = []
-    results: list[Any] = []
-    calls: list[PendingCall] = []
-
-    def register(lazy: LazyResult, sliced: bool) -> tuple[Any, ...]:
-        source = lazy.source
-        if not isinstance(source, CallSource) or not source.call.component.runtime_is_open():
-            return (_value, (lazy.get(),))
-        source.call.raise_error()
-        if (key := (id(lazy), sliced)) not in numbers:
-            numbers[key] = len(slots)
-            slots.append(Slot(num_results=len(source.ranks), collect=source.collect_how, mesh=source.mesh, sliced=sliced))
-            results.extend(source.call.references[rank] for rank in source.ranks)
-            calls.append(source.call)
-        return (read_slot, (numbers[key],))
-
-    token = packing.set(register)
-    try:
-        packed = pack((share.args, share.kwargs))
-    finally:
-        packing.reset(token)
-    # Large arguments are stored once, for all the workers that get them.
-    return (put(packed) if len(packed) > _STORE_BYTES else packed), slots, results, calls
-
-
-def _at_hand(value: Any) -> Any:
-    """The value of a LazyResult that is not on workers (any more), else `value`."""
-    return value.get() if isinstance(value, LazyResult) and not _is_on_workers(value) else value
-
-
-def _is_on_workers(lazy: LazyResult) -> bool:
-    return isinstance(lazy.source, CallSource) and lazy.source.call.component.runtime_is_open()
-
-
-def _value(value: Any) -> Any:
-    return value
-
-
-def driver_line() -> str:
-    """The innermost line outside this package: 'file:line'."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _PACKAGE:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def _await_end(crew: Crew) -> None:
+    """Wait until killed workers have ended, so that their devices and ports are free. Gives up after a while: starting anew will tell."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    for host, port in crew.addresses(range(len(crew.actors))):
+        while listens(host, port) and time.monotonic() < deadline:
+            time.sleep(0.05)

@@ -1,100 +1,27 @@
 """The process on the other side: a generic Ray actor that holds one rank of a component."""
 
+import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from dataclasses import replace
+from typing import Any
 
-from twinkle_mesh import DeviceGroup, DeviceMesh, PlacementPlan, launcher_world_size
-from twinkle_remote import _state
+from twinkle_remote import _event_loop, _state
+from twinkle_remote._control import ControlServer
 from twinkle_remote._dispatch import Part, check_enough
-from twinkle_remote._errors import DispatchError, GroupError
+from twinkle_remote._errors import DispatchError, WorkerDiedError
 from twinkle_remote._failures import Failure, format_remote_traceback, parts_of, summarize
 from twinkle_remote._lazy import resolve, slots
-from twinkle_remote._local import find_group
 from twinkle_remote._meeting import Rendezvous, hold_port
 from twinkle_remote._packing import pack, unpack
-from twinkle_remote._protocol import Collect, Execute
 from twinkle_remote._ray_api import ray
+from twinkle_remote._ray_calls import waits_for_a_call
+from twinkle_remote._ray_messages import Header, Hello, Identity
+from twinkle_remote._ray_worker_runtime import WorkerRuntime
 from twinkle_remote._shards import Inline, Result, Stop, fetch, keep
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """A LazyResult among the arguments: how many of the upstream results are its, how they are collected, and whether this
-    worker takes only its part of it."""
-
-    num_results: int
-    collect: Collect
-    mesh: DeviceMesh
-    sliced: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """What a worker is told about a call.
-
-    method: its name. slots: the LazyResults in the arguments. part: which part of the batch arguments is this worker's. splits: see
-    `keep`. allow_empty: see `remote_function`. timeout_s: for fetching. iterator: of which `__next__` is meant; None: of the object.
-    """
-
-    method: str
-    slots: tuple[Slot, ...] = ()
-    part: Part | None = None
-    splits: tuple[int, ...] = ()
-    allow_empty: bool = False
-    timeout_s: float
-    iterator: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Identity:
-    """Which worker this is. component_id: unique in the driver. component: the class's name."""
-
-    component_id: int
-    component: str
-    group: str
-    rank: int
-    world_size: int
-    groups: dict[str, DeviceGroup]
-
-
-class WorkerRuntime:
-    """The runtime in a worker: components of its own group are built in process."""
-
-    mode: Literal["local", "torchrun", "ray"] = "ray"
-    slices_in_loader = False
-    plan: PlacementPlan | None = None
-    trace = None
-
-    def __init__(self, identity: Identity) -> None:
-        self.groups = identity.groups
-        self._group = identity.group
-
-    def is_remote(self, group_name: str | None) -> bool:
-        if group_name is not None and group_name != self._group:
-            find_group(self.groups, group_name)
-            raise GroupError(f"a worker of group {self._group!r} cannot build a component in group {group_name!r}: build it in the driver script")
-        return False
-
-    def mesh_for(self, group_name: str | None, mesh: DeviceMesh | None, execute: Execute) -> DeviceMesh:
-        if mesh is None:
-            mesh = DeviceMesh.from_sizes(dp_size=launcher_world_size())
-        return mesh.with_device_type(self.groups[self._group].device_type)
-
-    def create(self, cls: type, group_name: str, mesh: DeviceMesh, execute: Execute, args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
-        raise AssertionError("components in a worker are built in process")
-
-    def shutdown(self) -> None:
-        raise GroupError("only the driver script calls shutdown()")
-
-    def __enter__(self) -> "WorkerRuntime":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        return None
+from twinkle_remote._traffic import Timing, traffic
 
 
 class Worker:
@@ -106,10 +33,12 @@ class Worker:
         self._listen_fd: int | None = None
         self._target: Any = None
         self._iterators: dict[int, Any] = {}
+        self._opened = 0
+        self._control = ControlServer(self._host, identity.token, waits_for_a_call)
 
-    def hello(self) -> int:
-        """The process id: the process is up."""
-        return os.getpid()
+    def hello(self) -> Hello:
+        """The process is up."""
+        return Hello(pid=os.getpid(), host=self._host, control_port=self._control.port)
 
     def meet(self) -> tuple[str, int]:
         """Rank 0: hold the port where the ranks meet."""
@@ -117,8 +46,8 @@ class Worker:
         self._listen_fd = port.listen_fd
         return port.host, port.port
 
-    def build(self, header: Header, payload: Any, meeting: tuple[str, int], *upstream: Any) -> "Result | Failure":
-        """Construct the component's object."""
+    def build(self, header: Header, payload: Any, meeting: tuple[str, int], restarts: int, *upstream: Any) -> "Result | Failure":
+        """Construct the component's object; after a restart its `restore` method is called too."""
         identity = self._identity
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
         place = Rendezvous(host=meeting[0], port=meeting[1], listen_fd=self._listen_fd, rank=identity.rank, world_size=identity.world_size)
@@ -131,45 +60,58 @@ class Worker:
             with _filled_slots(header, upstream):
                 (cls, args, kwargs), _ = unpack(payload)
             self._target = cls(*args, **kwargs)
+            if restarts and hasattr(self._target, "restore"):
+                with _state.running(self._target):
+                    _event_loop.finish(self._target.restore())
             return Result(None, (0, 0), (Inline(None),), start_s, time.time())
         except (Exception, SystemExit) as error:
             return self._failure(header.method, error)
 
     def call(self, header: Header, payload: Any, *upstream: Any) -> "Result | Stop | Failure":
         """Call a method of the object, or advance one of its iterators."""
-        start_s = time.time()
+        received_s = start_s = time.time()
+        fetched_bytes, stored_bytes = traffic.fetched_bytes, traffic.stored_bytes
         try:
             failed = _first_failure(upstream)
             if failed is not None:
                 return failed
             with _filled_slots(header, upstream) as shares:
                 args, kwargs = unpack(payload)
+            fetched_bytes = traffic.fetched_bytes - fetched_bytes
             start_s = time.time()
-            token = _state.active.set(frozenset({id(self._target)}))
-            try:
-                if header.iterator is not None:
-                    value = next(self._iterators[header.iterator])
-                else:
-                    value = getattr(self._target, header.method)(*args, **kwargs)
-            finally:
-                _state.active.reset(token)
+            with _state.running(self._target):
+                value = _run(self._target, self._iterators, header, args, kwargs)
             end_s = time.time()
-            if header.method == "__iter__":
+            if header.opens_iterator:
                 return Result(None, (0, 0), (Inline(self._keep_iterator(value)),), start_s, end_s)
-            return keep(resolve(value), _share(header.part, shares), header.part, header.splits, start_s, end_s)
+            result = keep(resolve(value), _share(header.part, shares), header.part, header.splits, start_s, end_s)
+            return replace(result, timing=Timing(received_s, time.time(), fetched_bytes, traffic.stored_bytes - stored_bytes))
         except StopIteration as error:
             if header.method != "__next__":
                 return self._failure(header.method, error)
             if header.iterator is not None:
-                del self._iterators[header.iterator]
+                self._iterators.pop(header.iterator, None)
             return Stop(start_s, time.time())
         except (Exception, SystemExit) as error:
             return self._failure(header.method, error)
 
+    def close_iterator(self, which: "Header | int", *_: Any) -> "Result | Failure":
+        """Close an iterator that nobody will advance any more. which: its number, or the header of a call that somebody waits for."""
+        start_s = time.time()
+        number = which.iterator if isinstance(which, Header) else which
+        iterator = self._iterators.pop(number or 0, None)
+        try:
+            if isinstance(iterator, Generator):
+                with _state.running(self._target):
+                    iterator.close()
+            return Result(None, (0, 0), (Inline(None),), start_s, time.time())
+        except Exception as error:
+            return self._failure("close", error)
+
     def _keep_iterator(self, iterator: Any) -> int:
-        number = max(self._iterators, default=0) + 1
-        self._iterators[number] = iterator
-        return number
+        self._opened += 1
+        self._iterators[self._opened] = iter(iterator)
+        return self._opened
 
     def _failure(self, method: str, error: BaseException) -> Failure:
         packed = None
@@ -190,6 +132,19 @@ class Worker:
             remote_traceback=format_remote_traceback(error),
             packed=packed,
         )
+
+
+# Not a method: Ray 2.60 wraps every method of an actor, also those that nobody calls from outside, which costs time and shows in tracebacks.
+def _run(target: Any, iterators: dict[int, Any], header: Header, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if header.iterator is not None:
+        iterator = iterators.get(header.iterator)
+        if iterator is None:  # at its end, or closed, before this prefetched step came
+            raise StopIteration
+        return next(iterator)
+    attribute = getattr(target, header.method)
+    if isinstance(inspect.getattr_static(target, header.method, None), property):
+        return attribute
+    return _event_loop.finish(attribute(*args, **kwargs))
 
 
 def _first_failure(upstream: Sequence[Any]) -> Failure | None:
@@ -214,7 +169,13 @@ def _filled_slots(header: Header, upstream: Sequence[Any]) -> Any:
     for slot in header.slots:
         results = upstream[first : first + slot.num_results]
         first += slot.num_results
-        value, share = fetch(results, slot.collect, slot.mesh, header.part if slot.sliced else None, header.timeout_s)
+        try:
+            value, share = fetch(results, slot.collect, slot.mesh, header.part if slot.sliced else None, header.timeout_s)
+        except ray.exceptions.RayError as error:
+            raise WorkerDiedError(
+                f"a LazyResult among the arguments of {header.method} is lost: its worker has ended, or could not be reached within "
+                f"{header.timeout_s:g} s ({summarize(error)})"
+            ) from error
         values.append(value)
         if share is not None:
             shares.append(share)

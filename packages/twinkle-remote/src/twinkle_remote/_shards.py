@@ -18,6 +18,7 @@ from twinkle_remote._packing import pack, unpack
 from twinkle_remote._protocol import Collect
 from twinkle_remote._ray_api import ray
 from twinkle_remote._sequences import BatchKind, batch_kind, even_slice, is_array, is_tensor, join
+from twinkle_remote._traffic import Timing, traffic
 
 _MAX_PIECES = 256
 _INLINE_BYTES = 1024
@@ -36,7 +37,7 @@ class Result:
     """What a worker says about what a call returned.
 
     kind: of batch, None for a value that is not one. cuts: where the pieces begin, and the length at the end. pieces: Inline or references.
-    start_s, end_s: when the call ran, seconds since the epoch.
+    start_s, end_s: when the call ran, seconds since the epoch. timing: see `Timing`.
     """
 
     kind: BatchKind | None
@@ -44,6 +45,7 @@ class Result:
     pieces: tuple[Any, ...]
     start_s: float
     end_s: float
+    timing: Timing | None = None
 
     @property
     def length(self) -> int:
@@ -60,6 +62,7 @@ class Stop:
 
 def put(packed: bytes) -> Any:
     """Store packed bytes; as an array, since Ray hands arrays over without copying."""
+    traffic.stored_bytes += len(packed)
     return ray.put(np.frombuffer(packed, dtype=np.uint8))
 
 
@@ -164,7 +167,9 @@ def _whole(results: Sequence[Result], timeout_s: float | None) -> list[Any]:
 
 def _values(pieces: Sequence[Any], timeout_s: float | None) -> list[Any]:
     references = [piece for piece in pieces if not isinstance(piece, Inline)]
-    packed = iter(ray.get(references, timeout=timeout_s) if references else ())
+    fetched: list[Any] = ray.get(references, timeout=timeout_s) if references else []
+    traffic.fetched_bytes += sum(map(len, fetched))
+    packed = iter(fetched)
     return [piece.value if isinstance(piece, Inline) else unpack(next(packed)) for piece in pieces]
 
 

@@ -1,7 +1,10 @@
 """The one place that remembers something: the runtime of this process and, in a worker, which worker it is."""
 
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 from twinkle_remote._errors import RuntimeStateError
 from twinkle_remote._local import LocalRuntime
@@ -21,6 +24,38 @@ _runtime: Runtime | None = None
 _worker: WorkerState | None = None
 # The in-process components that are running one of their remote methods, by id: what these call on themselves is a plain call.
 active: ContextVar[frozenset[int]] = ContextVar("active", default=frozenset())
+
+
+@contextmanager
+def running(target: object) -> Generator[None]:
+    """While a method of `target` runs: what it calls on itself is a plain call."""
+    token = active.set(active.get() | {id(target)})
+    try:
+        yield
+    finally:
+        active.reset(token)
+
+
+class RunningIterator(Iterator[Any]):
+    """An iterator over what a method of `target` yields, which runs as the method's own code does."""
+
+    def __init__(self, target: object, iterator: Iterator[Any]) -> None:
+        self._target = target
+        self._iterator = iterator
+
+    def __next__(self) -> Any:
+        with running(self._target):
+            return next(self._iterator)
+
+    def close(self) -> None:
+        """If it is a generator, close it, as Python does when nobody holds it any more."""
+        generator: Any = self._iterator
+        if isinstance(generator, Generator):
+            with running(self._target):
+                generator.close()  # pyright: ignore[reportUnknownMemberType]
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def current_runtime() -> Runtime:

@@ -1,0 +1,168 @@
+"""Several nodes: real raylets on one machine, each with an address of its own. One cluster serves the module; its last test takes a node away."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray.cluster_utils import Cluster
+
+import twinkle_remote as tr
+from twinkle_mesh import DeviceGroup, PlacementError
+
+SECOND, THIRD = "127.0.0.2", "127.0.0.3"
+GROUPS = [DeviceGroup("wide", 5, "cpu"), DeviceGroup("gpus", 4, "cuda", gpus_per_worker=2)]
+OTHER_DRIVER = """
+import os, sys, time
+import twinkle_remote as tr
+from twinkle_mesh import DeviceGroup
+
+@tr.remote_class()
+class Part:
+    @tr.remote_function(dispatch="all")
+    def work(self, seconds=0.0):
+        time.sleep(seconds)
+        return os.getpid()
+
+tr.initialize("ray", groups=[DeviceGroup("other", 1, "cpu")], address=sys.argv[1])
+part = Part(remote_group="other")
+print("pid", part.work().get(), flush=True)
+part.work(600).get()
+"""
+
+
+@tr.remote_class()
+class Where:
+    @tr.remote_function(dispatch="all", lazy_collect=False)
+    def where(self):
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+        return SimpleNamespace(node=ray.util.get_node_ip_address(), pid=os.getpid(), **{name: os.environ.get(name) for name in names})
+
+    @tr.remote_function(dispatch="all", lazy_collect=False, timeout_s=60)
+    def meet(self):
+        """All ranks connect to the socket that rank 0 holds."""
+        place = tr.rendezvous()
+        if place.listen_fd is None:
+            with socket.create_connection((place.host, place.port), timeout=30):
+                return place.host
+        with socket.socket(fileno=os.dup(place.listen_fd)) as listener:
+            listener.settimeout(30)
+            for _ in range(place.world_size - 1):
+                listener.accept()[0].close()
+        return place.host
+
+    @tr.remote_function(dispatch="slice_dp", collect="flatten")
+    def echo(self, values):
+        return values
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    folder = tempfile.mkdtemp(prefix="tc", dir="/tmp")  # short: Ray's sockets lie in it
+    store = {"object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder, "include_dashboard": False, **store})
+    try:
+        cluster.add_node(num_cpus=2, num_gpus=2, node_ip_address=SECOND, **store)
+        third = cluster.add_node(num_cpus=2, num_gpus=2, node_ip_address=THIRD, **store)
+        yield SimpleNamespace(address=cluster.address, remove_third=lambda: cluster.remove_node(third, allow_graceful=False))
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def runtime(cluster):
+    with tr.initialize("ray", groups=GROUPS, address=cluster.address) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def wide(runtime):
+    return Where(remote_group="wide", on_failure="restart")
+
+
+def test_a_short_cluster_is_refused_with_what_each_node_has_before_anything_starts(cluster):
+    with pytest.raises(PlacementError) as caught:
+        tr.initialize("ray", groups=[DeviceGroup("big", 6, "cuda")], address=cluster.address)
+    text = str(caught.value)
+    assert "'big' needs 6 worker(s)" in text
+    assert "only 4 fit" in text
+    assert all(f"({address}): 2 of 2 cuda" in text for address in (SECOND, THIRD))
+    assert not ray.is_initialized()
+
+
+def test_a_group_spans_nodes_with_its_ranks_in_node_order(wide, runtime):
+    places = wide.where()
+    nodes = [place.node for place in places]
+    assert sorted(nodes.count(node) for node in set(nodes)) == [1, 2, 2]
+    assert len({node for before, node in zip([None, *nodes], nodes, strict=False) if node != before}) == 3  # each node once
+    assert [runtime.plan.nodes[slot.node_index].address for slot in runtime.plan.workers["wide"]] == nodes
+    for node in set(nodes):
+        on_node = [place for place in places if place.node == node]
+        assert [place.LOCAL_RANK for place in on_node] == [str(index) for index in range(len(on_node))]
+        assert {place.LOCAL_WORLD_SIZE for place in on_node} == {str(len(on_node))}
+
+
+def test_the_ranks_meet_on_the_node_of_rank_0(wide):
+    first = wide.where()[0]
+    assert first.node == first.MASTER_ADDR
+    assert wide.meet() == [first.node] * 5
+    assert len({place.pid for place in wide.where()}) == 5
+
+
+def test_the_devices_of_a_worker_are_on_one_node(runtime):
+    places = Where(remote_group="gpus").where()
+    assert sorted(place.node for place in places) == [SECOND, THIRD]
+    assert [place.CUDA_VISIBLE_DEVICES for place in places] == ["0,1", "0,1"]
+
+
+def test_a_batch_crosses_nodes(wide, runtime):
+    batch = [np.full(50_000, i) for i in range(7)]
+    assert [int(array[0]) for array in Where(remote_group="gpus").echo(wide.echo(batch))] == list(range(7))
+
+
+def test_the_workers_of_a_driver_that_is_killed_end(cluster, wide, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_DRIVER)
+    driver = subprocess.Popen([sys.executable, str(script), cluster.address], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert driver.stdout is not None
+        line = driver.stdout.readline()
+        assert line.startswith("pid "), line
+        pid = int(line.split()[1])
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
+    assert len(wide.where()) == 5
+
+
+def test_the_loss_of_a_node_is_told_and_a_restart_says_what_is_missing(cluster, wide):
+    nodes = [place.node for place in wide.where()]
+    lost_ranks = [rank for rank, node in enumerate(nodes) if node == THIRD]
+    cluster.remove_third()
+    with pytest.raises(tr.WorkerDiedError, match=rf"rank {lost_ranks[0]} of .*on {THIRD}|rank {lost_ranks[1]} of .*on {THIRD}"):
+        wide.where()
+    deadline = time.monotonic() + 60
+    while THIRD in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with pytest.raises(tr.WorkerDiedError, match=rf"node {THIRD} \(ranks \[{lost_ranks[0]}, {lost_ranks[1]}\]\) is gone"):
+        wide.where()
