@@ -2,7 +2,8 @@
 
     python examples/grpo.py --model FOLDER [--mode local | ray] [--steps N]
 
-FOLDER is a Hugging Face checkpoint with a tokenizer; `twinkle sft` writes one (its run folder's `checkpoint`).
+FOLDER is a Hugging Face checkpoint with a tokenizer; `twinkle sft` writes one (its run folder's `checkpoint`). In a checkout python is
+.venv/bin/python.
 """
 
 import argparse

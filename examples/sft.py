@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in about 40 lines. The same file, unchanged:
+"""Supervised fine-tuning in about 40 lines. The same file, unchanged (in a checkout the programs are in .venv/bin):
 
 python examples/sft.py                                       one process
 torchrun --nproc-per-node 2 examples/sft.py                  two data parallel ranks

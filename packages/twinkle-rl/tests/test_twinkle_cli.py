@@ -5,6 +5,8 @@ import pytest
 from twinkle import MissingExtraError
 from twinkle.cli.main import main
 from twinkle.installed import PARTS, missing_parts, require_parts
+from twinkle.recipes import write_tiny_qwen3
+from twinkle_data.toy import toy_tokenizer
 
 
 def test_help_and_no_command(capsys):
@@ -24,6 +26,7 @@ def test_help_and_no_command(capsys):
         (["grpo", "--replay", "no/such/run"], "give the folder of a run that was made with --record"),
         (["grpo", "--runtime.device", "cuda"], "use --runtime.device cpu"),
         (["doctor", "--fix"], "doctor takes no options"),
+        (["--actor.tp", "2"], "name a command before its options, such as: twinkle grpo --actor.tp 2"),
     ],
 )
 def test_a_wrong_command_line_ends_with_status_2_and_the_fix(argv, message, capsys, tmp_path, monkeypatch):
@@ -33,6 +36,30 @@ def test_a_wrong_command_line_ends_with_status_2_and_the_fix(argv, message, caps
     assert message in shown
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []  # nothing was started or left behind
+
+
+def test_every_command_explains_itself(capsys):
+    for argv in (["help"], ["doctor", "--help"]):
+        assert main(argv) == 0
+        assert "usage: twinkle" in capsys.readouterr().out
+
+
+def test_a_run_folder_given_as_the_model_is_told_from_its_checkpoint(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")  # of the run, not of a model
+    (tmp_path / "run" / "checkpoint" / "config.json").write_text("{}")
+    assert main(["grpo", "--model", "run"]) == 2
+    assert "no *.safetensors; give --model run/checkpoint" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_starts(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = write_tiny_qwen3(tmp_path / "model", toy_tokenizer(["1 + 2 = 3"]), seed=0)
+    for command in ("grpo", "sft"):
+        assert main([command, "--model", str(model), "--actor.tp", "3"]) == 1
+        assert "tp_size=3 does not divide the model's 4 attention heads" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(

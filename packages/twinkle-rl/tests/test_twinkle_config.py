@@ -79,6 +79,23 @@ def test_an_unknown_key_in_a_file_is_an_error_that_names_the_right_one(tmp_path)
         GRPOConfig.load(["--config", str(file)])
 
 
+def test_a_wrong_setting_of_the_file_is_not_told_as_a_flag(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[actor]\ntpp = 2\n")
+    with pytest.raises(ConfigError, match=r"^actor\.tpp in the file of --config: there is no such setting; did you mean actor\.tp"):
+        GRPOConfig.load(["--config", str(file)])
+
+
+def test_a_model_of_ones_own_is_not_warmed_up_unless_asked_for(tmp_path, monkeypatch):
+    assert not GRPOConfig.load(["--model", "mine"]).warmup.enabled
+    assert GRPOConfig.load(["--model", "mine", "--warmup.enabled"]).warmup.enabled
+    file = tmp_path / "run.toml"
+    file.write_text('model = "mine"\n')
+    assert not GRPOConfig.load(["--config", str(file)]).warmup.enabled
+    monkeypatch.setenv("TWINKLE_MODEL", "mine")
+    assert not GRPOConfig.load([]).warmup.enabled
+
+
 def test_a_file_that_is_not_toml_is_an_error_that_names_it(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("steps = \n")

@@ -15,6 +15,7 @@ from ._errors import (
     RuleError,
     UnsupportedModelError,
 )
+from ._layout import check_layout
 from ._model import MegatronModel
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "PlatformError",
     "RuleError",
     "UnsupportedModelError",
+    "check_layout",
     "cpu",
 ]

@@ -1,10 +1,28 @@
 """Checks that a mesh can hold a model, before anything is built."""
 
+import os
 from typing import Any
 
 from twinkle_mesh import DeviceMesh
 
+from ._bridge import find_checkpoint, read_config
 from ._errors import LayoutError
+
+
+def check_layout(model_id: str | os.PathLike[str], mesh: DeviceMesh) -> None:
+    """Check a model folder against a mesh without building anything: what MegatronModel would refuse, a driver script can know at once.
+
+    Args:
+        model_id: folder of a Hugging Face checkpoint; only its config.json is read.
+        mesh: the trainer's mesh.
+
+    Raises:
+        LayoutError: an axis that MegatronModel does not have, or sizes that do not divide the model's.
+        ModelNotFoundError: there is no checkpoint at model_id.
+        UnsupportedModelError: an architecture or an option of it that is not supported.
+    """
+    check_mesh(mesh)
+    check_divides(read_config(find_checkpoint(os.fspath(model_id))), mesh)
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

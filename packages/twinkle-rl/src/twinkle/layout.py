@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from twinkle._errors import ConfigError
-from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig
+from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig, SFTConfig
+from twinkle.run import RunFolder
 from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
 from twinkle_remote import initialize
 
@@ -81,6 +82,21 @@ def draw_layout(layout: Layout, *, format: Literal["text", "svg"] = "text") -> s
     if layout.sampler_mesh is not None:
         components.insert(0, ("vLLMSampler", SAMPLER, layout.sampler_mesh))
     return draw_topology(list(layout.groups), components, format=format)
+
+
+def resolved(config: GRPOConfig | SFTConfig, folder: RunFolder, layout: Layout) -> dict[str, Any]:
+    """The configuration with what was left open filled in: for `config.json`."""
+    values = config.model_dump(mode="json")
+    values["run_dir"] = str(folder.path)
+    values["runtime"]["device"] = layout.actor_mesh.device_type
+    return values
+
+
+def check_trainer(model: Path, layout: Layout) -> None:
+    """Refuse a model that the actor's mesh cannot hold before anything is started; raises LayoutError or UnsupportedModelError."""
+    from twinkle_megatron import check_layout
+
+    check_layout(model, layout.actor_mesh)
 
 
 def build_trainer(model: Path, layout: Layout, config: ActorConfig, seed: int) -> MegatronModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
@@ -28,6 +29,9 @@ _BASE_ERRORS = {
 
 def run_command(command: str, options: Sequence[str], console: Console, errors: Console) -> int:
     """Run a command; errors that users can mend are one message without a traceback, all others keep theirs."""
+    warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}\n"  # for users, who need no line of ours
+    if command.startswith("-"):
+        return _fail(errors, f"name a command before its options, such as: twinkle grpo {' '.join([command, *options])}", 2)
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
@@ -75,6 +79,9 @@ def _topology(options: Sequence[str], console: Console) -> int:
 
 
 def _doctor(options: Sequence[str], console: Console) -> int:
+    if options and options[0] in ("-h", "--help"):
+        say(console, "usage: twinkle doctor\n\nWhat is installed, what is missing and how to install it. It takes no options.")
+        return 0
     if options:
         raise ConfigError(f"doctor takes no options (got {' '.join(options)})")
     from twinkle.cli._doctor import run_doctor

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     console, errors = Console(), Console(stderr=True)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         console.print(USAGE, markup=False, highlight=False, end="")
         return 0 if words else 2
     if words[0] == "--version":

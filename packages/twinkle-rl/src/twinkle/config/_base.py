@@ -58,6 +58,11 @@ class CommandConfig(BaseSettings):
         return {}
 
     @classmethod
+    def defaults_for_own_model(cls) -> dict[str, Any]:
+        """Defaults that take the preset's place where the user brings a model."""
+        return {}
+
+    @classmethod
     def settings_customise_sources(
         cls,
         settings_cls: type[BaseSettings],
@@ -92,6 +97,8 @@ class CommandConfig(BaseSettings):
         if preset not in cls.presets():
             raise ConfigError(f"unknown preset {preset!r}: there are {', '.join(cls.presets())}")
         chosen = {"preset": preset, **cls.presets()[preset]}
+        if _peek_option(words, "--model") or os.environ.get(ENV_PREFIX + "MODEL") or file_values.get("model"):
+            chosen |= cls.defaults_for_own_model()
         loaded = type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "__module__": cls.__module__, "_layers": (file_values, chosen)})
         parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, epilog=_EPILOG)
         parser.known = ["--config", *option_names(cls)]
@@ -99,7 +106,7 @@ class CommandConfig(BaseSettings):
             flags = CliSettingsSource(loaded, root_parser=parser, cli_parse_args=words, cli_exit_on_error=False)
             values = loaded(_cli_settings_source=flags)  # pyright: ignore[reportCallIssue]
         except ValidationError as error:
-            raise ConfigError(_readable(error, option_names(cls))) from None
+            raise ConfigError(_readable(error, option_names(cls), file_values)) from None
         return cls.model_construct(_fields_set=None, **{name: getattr(values, name) for name in cls.model_fields})
 
 
@@ -167,8 +174,8 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
 
 
-def _readable(error: ValidationError, options: Sequence[str]) -> str:
-    """One line a fault, under the option's name."""
+def _readable(error: ValidationError, options: Sequence[str], file_values: dict[str, Any]) -> str:
+    """One line a fault, under the option's name, or the setting's where it stands in the file."""
     lines: list[str] = []
     for fault in error.errors():
         place = ".".join(str(part) for part in fault["loc"])
@@ -179,5 +186,14 @@ def _readable(error: ValidationError, options: Sequence[str]) -> str:
             message = "there is no such setting" + (f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else "")
         elif fault["type"] not in ("value_error", "extra_forbidden"):
             message = f"{message} (got {fault['input']!r})"
-        lines.append(f"{flag}: {message}" if place else message)
+        where = f"{place} in the file of --config" if place and _is_in(fault["loc"], file_values) else flag
+        lines.append(f"{where}: {message}" if place else message)
     return "\n".join(lines)
+
+
+def _is_in(place: tuple[int | str, ...], values: Any) -> bool:
+    for part in place:
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True

@@ -78,7 +78,7 @@ class WarmupConfig(Section):
     """Supervised warm-up that teaches a fresh model the answer's form before RL."""
 
     enabled: bool = True
-    """Run the warm-up (a model that can already answer does not need it)."""
+    """Run the warm-up: on for the model that preset tiny makes, off where --model is given."""
     target_accuracy: float = Field(default=0.40, gt=0, lt=1)
     """Stop when the sampled accuracy on problems kept out of the warm-up reaches this."""
     min_steps: int = Field(default=250, ge=1)

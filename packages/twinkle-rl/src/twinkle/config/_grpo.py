@@ -94,6 +94,11 @@ class GRPOConfig(CommandConfig):
             },
         }
 
+    @classmethod
+    def defaults_for_own_model(cls) -> dict[str, Any]:
+        """A model of one's own is not warmed up on arithmetic unless that is asked for."""
+        return {"warmup": {"enabled": False}}
+
     @model_validator(mode="after")
     def _check(self) -> GRPOConfig:
         if self.runtime.mode == "local" and (self.actor.world_size > 1 or self.sampler.dp > 1):

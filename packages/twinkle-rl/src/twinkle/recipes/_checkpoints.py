@@ -114,13 +114,16 @@ def existing_checkpoint(model: str) -> Path:
     """Check that a folder is a Hugging Face checkpoint before any worker starts.
 
     Raises:
-        ConfigError: it is absent, or has no `config.json`; the message says what to give instead.
+        ConfigError: it is absent, or has no `config.json` or weights; the message says what to give instead.
     """
     path = Path(model).expanduser()
     if not path.is_dir():
         raise ConfigError(
             f"--model {model}: there is no such folder; give the folder of a Hugging Face checkpoint (with config.json and *.safetensors)"
         )
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"--model {model}: the folder has no config.json; give the folder of a Hugging Face checkpoint")
+    missing = "config.json" if not (path / "config.json").is_file() else "*.safetensors" if not any(path.glob("*.safetensors")) else None
+    if missing:
+        inside = path / "checkpoint"
+        advice = f"--model {inside}" if (inside / "config.json").is_file() else "the folder of a Hugging Face checkpoint"
+        raise ConfigError(f"--model {model}: the folder has no {missing}; give {advice}")
     return path.absolute()

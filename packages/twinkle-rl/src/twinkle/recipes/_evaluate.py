@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from twinkle_data import InputFeature, SamplingParams, Trajectory
+from twinkle_data import InputFeature, SampleResponse, SamplingParams, Trajectory
 from twinkle_train import Reward
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ class Evaluation:
 
     sampled: float
     greedy: float
+    example: str
+    """The first problem and its greedy completion, to look at."""
 
 
 def accuracy(
@@ -27,11 +29,11 @@ def accuracy(
     problems: Sequence[Trajectory],
     reward: Reward,
     params: SamplingParams,
-) -> float:
-    """Share of right completions over all problems and samples; the sampler must already hold the weights to evaluate."""
+) -> tuple[float, list[SampleResponse]]:
+    """Share of right completions over all problems and samples, and the responses; the sampler must already hold the weights to evaluate."""
     responses = list(sampler.sample(list(prompts), params))
     rewards = reward(problems, responses)
-    return sum(rewards) / len(rewards)
+    return sum(rewards) / len(rewards), responses
 
 
 def evaluate(
@@ -47,7 +49,7 @@ def evaluate(
     """Evaluate sampled (num_samples each, at `temperature`) and greedy."""
     sampled = SamplingParams(max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, logprobs=False)
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=False)
-    return Evaluation(
-        sampled=accuracy(sampler, prompts, problems, reward, sampled),
-        greedy=accuracy(sampler, prompts, problems, reward, greedy),
-    )
+    share, _ = accuracy(sampler, prompts, problems, reward, sampled)
+    greedy_share, responses = accuracy(sampler, prompts, problems, reward, greedy)
+    example = f"{problems[0].messages[-1].content!r} -> {responses[0].sequences[0].decoded!r}"
+    return Evaluation(sampled=share, greedy=greedy_share, example=example)

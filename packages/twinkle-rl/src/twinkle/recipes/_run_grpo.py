@@ -13,7 +13,7 @@ from rich.console import Console
 
 from twinkle.config import GRPOConfig
 from twinkle.installed import PLOT, RAY, SAMPLER, TASK, TRAINER, require_parts
-from twinkle.layout import Layout, build_sampler, build_together, build_trainer, draw_layout, plan_layout, running
+from twinkle.layout import Layout, build_sampler, build_together, build_trainer, check_trainer, draw_layout, plan_layout, resolved, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
 from twinkle.recipes._evaluate import Evaluation
 from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
@@ -40,6 +40,7 @@ class _Record:
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
+    evaluation_s: float = 0.0
     warmup: WarmupResult | None = None
 
 
@@ -57,49 +58,57 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
         require_parts([*TRAINER, *runtime])
         return _replay(config, console, started)
     require_parts([*TRAINER, *SAMPLER, *TASK, *PLOT, *runtime])
-    if config.model is not None:
-        existing_checkpoint(config.model)
     layout = plan_layout(config.runtime, config.actor, config.sampler)
+    if config.model is not None:
+        check_trainer(existing_checkpoint(config.model), layout)
     task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
-    folder.write_json("config.json", config.model_dump(mode="json"))
+    folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
     say(console, f"run folder: {folder.path}")
     record = _Record()
-    with running(config.runtime, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
+    with PeakMemory() as memory, Progress(config.steps, console) as progress:
         model = starting_checkpoint(config, task, folder)
-        progress.say("starting the actor and the sampler")
-        actor, sampler, reference = build_components(config, layout, model)
-        weights = CheckpointEngineManager(model=actor, sampler=sampler)
-        template = Template(str(model))
-        sampler.set_template(template)
-        if config.warmup.enabled:
-            record.warmup = warm_up(
-                config.warmup,
-                actor=actor,
-                sampler=sampler,
-                weights=weights,
-                template=template,
-                task=task,
-                max_tokens=config.max_tokens,
-                micro_batch_size=config.actor.micro_batch_size,
-                seed=config.seed,
-                say=progress.say,
-            )
-            model = _keep_initial(actor, folder)
-            if reference is not None:
-                reference.load(str(model))
-        elif config.record:
-            _keep_initial(actor, folder)
-        loop = GRPOLoop(config, actor=actor, sampler=sampler, weights=weights, template=template, task=task, reference=reference)
-        _train(config, loop, folder, progress, record)
-        if config.save_model:
-            with folder.writing("checkpoint") as path:
-                actor.save(str(path))
-        memory.sample()
-        summary = _summary(config, record, loop.checks, time.perf_counter() - started, memory.peak_bytes)
+        check_trainer(model, layout)
+        with running(config.runtime, layout):
+            progress.say("starting the actor and the sampler")
+            checks = _run(config, layout, model, task, folder, progress, record)
+            memory.sample()
+        summary = _summary(config, record, checks, time.perf_counter() - started, memory.peak_bytes)
     _finish(folder, record, summary, console)
     return folder.path
+
+
+def _run(config: GRPOConfig, layout: Layout, model: Path, task: Task, folder: RunFolder, progress: Progress, record: _Record) -> Checks:
+    """Components, warm-up, steps and the checkpoint, on a runtime that runs; fills `record`."""
+    actor, sampler, reference = build_components(config, layout, model)
+    weights = CheckpointEngineManager(model=actor, sampler=sampler)
+    template = Template(str(model))
+    sampler.set_template(template)
+    if config.warmup.enabled:
+        record.warmup = warm_up(
+            config.warmup,
+            actor=actor,
+            sampler=sampler,
+            weights=weights,
+            template=template,
+            task=task,
+            max_tokens=config.max_tokens,
+            micro_batch_size=config.actor.micro_batch_size,
+            seed=config.seed,
+            say=progress.say,
+        )
+        model = _keep_initial(actor, folder)
+        if reference is not None:
+            reference.load(str(model))
+    elif config.record:
+        _keep_initial(actor, folder)
+    loop = GRPOLoop(config, actor=actor, sampler=sampler, weights=weights, template=template, task=task, reference=reference)
+    _train(config, loop, folder, progress, record)
+    if config.save_model:
+        with folder.writing("checkpoint") as path:
+            actor.save(str(path))
+    return loop.checks
 
 
 def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Path:
@@ -145,10 +154,13 @@ def _train(config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, progress: Prog
 
 
 def _evaluate(loop: GRPOLoop, step: int, folder: RunFolder, progress: Progress, record: _Record) -> None:
+    start = time.perf_counter()
     result = loop.evaluate()
+    record.evaluation_s += time.perf_counter() - start
     record.evaluations.append((step, result))
     folder.append_line(METRICS_FILE, {"kind": "evaluation", "step": step, "sampled": result.sampled, "greedy": result.greedy})
     progress.say(f"held-out exact match after step {step}: sampled {result.sampled:.3f}, greedy {result.greedy:.3f}")
+    progress.say(f"one of them, greedy: {result.example}")
 
 
 def _summary(config: GRPOConfig, record: _Record, checks: Checks, seconds: float, peak_bytes: int) -> dict[str, Any]:
@@ -166,6 +178,11 @@ def _summary(config: GRPOConfig, record: _Record, checks: Checks, seconds: float
         "warmup_in_range": low <= before.sampled <= high if record.warmup else None,
         "checks": checks.to_summary(),
         "seconds": seconds,
+        "seconds_of": {
+            "warm-up": record.warmup.seconds if record.warmup else 0.0,
+            "steps": sum(row[part] for row in record.steps for part in ("sync_s", "sample_s", "reward_s", "train_s")),
+            "evaluation": record.evaluation_s,
+        },
         "peak_memory_bytes": peak_bytes,
     }
 
@@ -193,8 +210,9 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     first = next(rollouts, None)
     layout = plan_layout(config.runtime, config.actor)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
-    folder.write_json("config.json", config.model_dump(mode="json"))
+    folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
+    check_trainer(source / INITIAL_POLICY, layout)
     with running(config.runtime, layout), Progress(config.steps, console) as progress:
         actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
         set_up_actor(actor, config)

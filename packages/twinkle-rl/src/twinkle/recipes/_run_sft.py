@@ -11,7 +11,7 @@ from rich.console import Console
 from twinkle._errors import ConfigError
 from twinkle.config import SFTConfig
 from twinkle.installed import RAY, TRAINER, require_parts
-from twinkle.layout import build_trainer, draw_layout, plan_layout, running
+from twinkle.layout import build_trainer, check_trainer, draw_layout, plan_layout, resolved, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._warmup import set_up_sft, sft_step
@@ -29,17 +29,19 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     """
     started = time.perf_counter()
     require_parts([*TRAINER, *(RAY if config.runtime.mode == "ray" else ())])
-    if config.model is not None:
-        existing_checkpoint(config.model)
     layout = plan_layout(config.runtime, config.actor)
+    if config.model is not None:
+        check_trainer(existing_checkpoint(config.model), layout)
     conversations, texts = _conversations(config)
     if len(conversations) < config.batch_size:
         raise ConfigError(f"the data has {len(conversations)} conversations, less than one batch of {config.batch_size}; lower --batch-size")
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft")
-    folder.write_json("config.json", config.model_dump(mode="json"))
+    folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
+    say(console, f"run folder: {folder.path}")
+    model = _starting_checkpoint(config, texts, folder)
+    check_trainer(model, layout)
     with running(config.runtime, layout), PeakMemory() as memory:
-        model = _starting_checkpoint(config, texts, folder)
         template = Template(str(model), max_length=config.max_length)
         actor = build_trainer(model, layout, config.actor, config.seed)
         set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)

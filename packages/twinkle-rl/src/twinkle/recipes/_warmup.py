@@ -64,6 +64,7 @@ def warm_up(
         WarmupError: it does not within `config.max_steps`.
     """
     start = time.perf_counter()
+    say(f"warm-up on worked answers; the first look at the accuracy is after step {config.min_steps}")
     set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps)
     problems = task.validation[: config.check_problems]
     prompts = [template.encode(problem, add_generation_prompt=True) for problem in problems]
@@ -74,7 +75,7 @@ def warm_up(
         loss = sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=micro_batch_size)
         if step >= config.min_steps and (step - config.min_steps) % config.check_every == 0:
             weights.sync_weights()
-            share = accuracy(sampler, prompts, problems, task.reward, params)
+            share, _ = accuracy(sampler, prompts, problems, task.reward, params)
             say(f"warm-up step {step}: loss {loss:.4f}, sampled accuracy {share:.3f} on {len(problems)} problems kept out of it")
             if share >= config.target_accuracy:
                 return WarmupResult(steps=step, accuracy=share, seconds=time.perf_counter() - start)

@@ -35,17 +35,18 @@ def write_curves(path: Path, steps: Sequence[dict[str, Any]], evaluations: Seque
     reward.plot(x, [row["reward"] for row in steps], linewidth=0.7, alpha=0.5, label="step")
     reward.plot(x, _running_mean([row["reward"] for row in steps], 10), label="mean of 10")
     reward.set(title="reward (training prompts)", xlabel="step", ylim=(0, 1))
-    reward.legend()
+    reward.legend(loc="lower right")
     for kind in ("sampled", "greedy"):
         accuracy.plot([row["step"] for row in evaluations], [row[kind] for row in evaluations], marker="o", label=kind)
     accuracy.set(title="held-out exact match", xlabel="step", ylim=(0, 1))
-    accuracy.legend()
+    accuracy.legend(loc="lower right")
     kl.plot(x, [row.get("kl", float("nan")) for row in steps])
     kl.set(title="KL to the initial policy (nats a token)", xlabel="step")
     parts = ("sync_s", "sample_s", "reward_s", "train_s")
     times.stackplot(x, *[[row.get(part, 0.0) for row in steps] for part in parts], labels=[part.removesuffix("_s") for part in parts])
     times.set(title="seconds a step", xlabel="step")
-    times.legend(loc="upper right")
+    times.margins(y=0.25)  # room for the legend
+    times.legend(loc="upper center", ncols=4)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ class Progress:
         self._total = total_steps
         self._console = console
         self._every = every
+        self._start = time.perf_counter()
         self._rows: list[dict[str, Any]] = []
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
 
@@ -41,8 +43,8 @@ class Progress:
             self._live.stop()
 
     def say(self, message: str) -> None:
-        """Print a message above the table."""
-        say(self._console, message)
+        """Print a message, with the seconds since the start, above the table."""
+        say(self._console, f"[{time.perf_counter() - self._start:4.0f} s] {message}")
 
     def step(self, row: dict[str, Any]) -> None:
         """Show one step's figures: the keys that `metrics.jsonl` has."""
