@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         console.print(version("twinkle-rl"), highlight=False)
         return 0
+    # Before torch loads its OpenMP, as the workers on Ray have it: in local mode, threads that spin at barriers slow down whatever else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from twinkle.cli._commands import run_command
 
     return run_command(words[0], words[1:], console, errors)
