@@ -25,7 +25,7 @@ import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, PlacementError
 
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
-GROUPS = [DeviceGroup("wide", 5, "cpu"), DeviceGroup("gpus", 4, "cuda", gpus_per_worker=2)]
+GROUPS = [DeviceGroup("wide", 5, "cpu"), DeviceGroup("gpus", [0, 1, 2, 3], "cuda", gpus_per_worker=2), DeviceGroup("near", [0], "cuda")]
 OTHER_DRIVER = """
 import os, sys, time
 import twinkle_remote as tr
@@ -70,14 +70,24 @@ class Where:
         return values
 
 
+def add_node(cluster, **settings):
+    """Ray 2.60 gives a raylet 30 s to start, whatever the machine is busy with; so several tries."""
+    for tries_left in (3, 2, 1, 0):
+        try:
+            return cluster.add_node(object_store_memory=80 << 20, **settings)
+        except Exception:
+            if not tries_left:
+                raise
+
+
 @pytest.fixture(scope="module")
 def cluster():
     folder = tempfile.mkdtemp(prefix="tc", dir="/tmp")  # short: Ray's sockets lie in it
-    store = {"object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder, "include_dashboard": False, **store})
+    cluster = Cluster()
     try:
-        cluster.add_node(num_cpus=2, num_gpus=2, node_ip_address=SECOND, **store)
-        third = cluster.add_node(num_cpus=2, num_gpus=2, node_ip_address=THIRD, **store)
+        add_node(cluster, num_cpus=1, temp_dir=folder, include_dashboard=False)
+        add_node(cluster, num_cpus=2, num_gpus=2, node_ip_address=SECOND)
+        third = add_node(cluster, num_cpus=2, num_gpus=2, node_ip_address=THIRD)
         yield SimpleNamespace(address=cluster.address, remove_third=lambda: cluster.remove_node(third, allow_graceful=False))
     finally:
         cluster.shutdown()
@@ -158,9 +168,19 @@ def test_the_workers_of_a_driver_that_is_killed_end(cluster, wide, tmp_path):
 def test_the_loss_of_a_node_is_told_and_a_restart_says_what_is_missing(cluster, wide):
     nodes = [place.node for place in wide.where()]
     lost_ranks = [rank for rank, node in enumerate(nodes) if node == THIRD]
+    near = Where(remote_group="near")
+    kept, lost = (wide.echo([np.full(50_000, i) for i in range(5)]) for _ in range(2))
+    assert len(kept) == 5
+    while not lost.ready():
+        time.sleep(0.01)
     cluster.remove_third()
     with pytest.raises(tr.WorkerDiedError, match=rf"rank {lost_ranks[0]} of .*on {THIRD}|rank {lost_ranks[1]} of .*on {THIRD}"):
         wide.where()
+    assert [int(array[0]) for array in near.echo([kept[0]])] == [0]  # what was collected is here
+    with pytest.raises(tr.WorkerDiedError, match=r"the result of Where.echo.* is lost: its worker has ended"):
+        lost.get()
+    with pytest.raises(tr.WorkerDiedError, match="a LazyResult among the arguments of echo is lost"):
+        near.echo(lost).get()
     deadline = time.monotonic() + 60
     while THIRD in {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
         time.sleep(0.1)

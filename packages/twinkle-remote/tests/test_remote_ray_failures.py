@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 
-import numpy as np
 import pytest
 
 pytest.importorskip("ray")
@@ -78,14 +77,6 @@ class Part:
     @tr.remote_function(dispatch="all")
     def sleep(self, seconds):
         time.sleep(seconds)
-
-    @tr.remote_function(dispatch="all")
-    def large(self):
-        return np.zeros(100_000)
-
-    @tr.remote_function(dispatch="all")
-    def length(self, array):
-        return len(array)
 
     @tr.remote_function(dispatch="all")
     def fail(self):
@@ -218,19 +209,6 @@ def test_the_failure_of_an_argument_that_only_some_ranks_take_reaches_all(part, 
         part.collective(helper.fail()).get()
     assert time.monotonic() - begin < 20
     assert part.pids() == pids
-
-
-def test_a_result_that_is_lost_with_its_worker_is_told_where_it_is_used(part, helper):
-    lost = helper.large()
-    while not lost.ready():
-        time.sleep(0.01)
-    with pytest.raises(tr.WorkerDiedError):
-        helper.die(0).get()
-    with pytest.raises(tr.WorkerDiedError, match="a LazyResult among the arguments of length is lost"):
-        part.length(lost).get()
-    with pytest.raises(tr.WorkerDiedError, match=r"the result of Part.large.* is lost: its worker has ended"):
-        lost.get()
-    assert helper.add().get() == (0, 1)
 
 
 def test_a_call_past_its_deadline_shows_where_its_workers_are(helper):

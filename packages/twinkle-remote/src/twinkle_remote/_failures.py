@@ -57,6 +57,8 @@ def rebuild(error_type: type[Exception], args: tuple[Any, ...], attributes: dict
     Raises TypeError for a type that cannot be a base class beside RemoteCallError.
     """
     bases: tuple[type, ...] = (error_type,) if issubclass(error_type, RemoteCallError) else (RemoteCallError, error_type)
+    if issubclass(error_type, MemoryError):  # CPython makes it by a __new__ of its own, which wants to be that of the first base
+        bases = (error_type, RemoteCallError)
 
     def __str__(self: Any) -> str:
         return message
