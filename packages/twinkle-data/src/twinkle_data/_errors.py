@@ -4,6 +4,9 @@ DataError
 |-- FormatError (ValueError)          a record whose fields contradict each other
 |-- DatasetError (ValueError)         a row, or a function applied to a row, that fails
 |-- LoaderStateError (ValueError)     a saved position that belongs to another loader
+|-- LoaderTimeoutError (TimeoutError) rows that were not there in time
+|-- LoaderWorkerError (RuntimeError)  a worker process that died
+|-- NoSignalError (RuntimeError)      too few prompts whose rewards differ
 |-- TemplateError (ValueError)        a chat template that cannot render, or cannot be masked exactly
 |   `-- SequenceTooLongError          a row longer than `max_length`
 `-- MissingExtraError (ImportError)   an optional dependency that is not installed
@@ -24,6 +27,18 @@ class DatasetError(DataError, ValueError):
 
 class LoaderStateError(DataError, ValueError):
     """A saved position that belongs to a loader with other settings or other data."""
+
+
+class LoaderTimeoutError(DataError, TimeoutError):
+    """A worker process had no rows in time. The message names the rows and the deadline."""
+
+
+class LoaderWorkerError(DataError, RuntimeError):
+    """A worker process died, or raised what cannot be raised here. The message says how, on which rows, and with which stack."""
+
+
+class NoSignalError(DataError, RuntimeError):
+    """Too few prompts had completions whose rewards differ."""
 
 
 class TemplateError(DataError, ValueError):
