@@ -227,7 +227,7 @@ def test_a_packing_workers_error_keeps_its_type_row_and_traceback():
     def fail():
         raise KeyError("price")
 
-    with pytest.raises(DatasetError, match="row 300: .* failed: KeyError: 'price'") as caught:
+    with pytest.raises(DatasetError, match=r"row 300: .* failed: KeyError: 'price'") as caught:
         PackingDataset(failing(fail), CAPACITY, num_workers=2)
     assert 'raise KeyError("price")' in caught.value.__notes__[0]
 
@@ -336,7 +336,7 @@ def test_packs_resume_with_another_number_of_data_ranks(monkeypatch, streamed):
                 parts.append(next(iterator, None))
             if parts[0] is None:
                 return found
-            found.append(sorted(sum((rows_of(part) for part in parts), [])))
+            found.append(sorted(rows for part in parts for rows in rows_of(part)))
 
     whole = batches(loaders(1), monkeypatch)
     assert batches(loaders(4), monkeypatch) == whole

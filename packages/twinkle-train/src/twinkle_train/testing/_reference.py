@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch, InputProcessor
 
-from .._errors import CallOrderError, ConfigError
+from .._errors import CallOrderError, ConfigError, InputError
 from .._optimizer import OptimizerConfig, build_torch_optimizer
 from .._totals import ReduceGroups
 from .._trainer import ComputeLoss, TokenOutputs, TrainerBase
@@ -21,6 +21,9 @@ from .._trainer import ComputeLoss, TokenOutputs, TrainerBase
 
 class ReferenceTrainer(TrainerBase):
     """The trainer contract on a Hugging Face model with nothing parallel, nothing fused and nothing remote.
+
+    Packed rows and padding-free batches (`set_processor(InputProcessor(padding_free=True, ...))`) get an attention mask written out in full,
+    whose blocks are the sequences.
 
     model_id: a folder with a Hugging Face checkpoint. dtype: of the weights; float64 gives a yardstick for rounding errors.
 
@@ -40,18 +43,16 @@ class ReferenceTrainer(TrainerBase):
         self._model.to(self._device)
         self._folder = folder
         self._optimizer: torch.optim.Optimizer | None = None
-        super().__init__(groups=ReduceGroups(), processor=InputProcessor(pad_token_id=self._tokenizer.pad_token_id or 0))
+        super().__init__(groups=ReduceGroups(), processor=InputProcessor(pad_token_id=self._tokenizer.pad_token_id or 0), packed_rows=True)
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
         def tensor(array: NDArray[np.generic]) -> torch.Tensor:
             return torch.as_tensor(array, device=self._device)
 
-        padded_left = not batch.valid[:, 0].all()
         logits_BTV = self._model(
             input_ids=tensor(batch.input_ids),
             position_ids=tensor(batch.position_ids),
-            # Padding on the right is invisible to causal attention; and a mask of ones would hide document boundaries.
-            attention_mask=tensor(batch.valid) if padded_left else None,
+            attention_mask=self._attention_mask(batch),
             # transformers 5.19 attends across packed documents when a cache is made.
             use_cache=False,
         ).logits
@@ -59,6 +60,20 @@ class ReferenceTrainer(TrainerBase):
         logprobs_BT = all_logprobs_BTV.gather(-1, tensor(batch.targets)[..., None])[..., 0]
         entropy_BT = -(all_logprobs_BTV.detach().exp() * all_logprobs_BTV.detach()).sum(-1)
         return TokenOutputs(logprobs_BT, entropy_BT)
+
+    def _attention_mask(self, batch: Batch) -> torch.Tensor | None:
+        if not batch.is_packed:
+            # Padding on the right is invisible to causal attention; and a mask of ones would hide document boundaries.
+            return None if batch.valid[:, 0].all() else torch.as_tensor(batch.valid, device=self._device)
+        config = self._model.config
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+        if others:
+            raise InputError(f"packed rows need full attention in all layers, where a mask keeps sequences apart; {self._folder} has {others}")
+        sequence_ids_BT = torch.as_tensor(batch.sequence_ids, device=self._device)
+        same_BTT = sequence_ids_BT[:, :, None] == sequence_ids_BT[:, None, :]
+        dtype = next(self._model.parameters()).dtype
+        hidden_BTT = torch.full(same_BTT.shape, torch.finfo(dtype).min, dtype=dtype, device=self._device)
+        return hidden_BTT.masked_fill(same_BTT.tril(), 0)[:, None]
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
         kept: list[TokenOutputs] = []
