@@ -27,9 +27,8 @@ class Policy:
         return [SampleResponse(sequences=[sequence(row), sequence(row)], prompt_token_ids=[row]) for row in rows]
 
     def reward(self, rows, responses):
-        return [
-            float(place and not self.never(row)) for row, response in zip(rows, responses, strict=True) for place in range(len(response.sequences))
-        ]
+        assert all(len(response.sequences) == 2 for response in responses)
+        return [reward for row in rows for reward in (0.0, float(not self.never(row)))]
 
 
 def sequence(token):
