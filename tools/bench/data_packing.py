@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from twinkle_data import (
 from twinkle_mesh import DeviceMesh
 
 CAPACITY = 4096
+_PERIOD = 1 << 16
 
 
 def lognormal_lengths(num_rows: int, *, capacity: int = CAPACITY, seed: int = 0) -> NDArray[np.int64]:
@@ -62,9 +64,8 @@ def packing(num_rows: int = 1_000_000, num_compared: int = 100_000, num_binpacki
     """Whole-set packing: time and fill, beside TRL's best-fit and binpacking on fewer rows."""
     lengths = lognormal_lengths(num_rows)
     packs = pack_lengths(lengths, CAPACITY, seed=0)
-    show(
-        f"pack_lengths, {num_rows:,} rows", f"{min(seconds(lambda: pack_lengths(lengths, CAPACITY, seed=0)) for _ in range(repeat)):.2f} s", "<= 1 s"
-    )
+    took_s = min(seconds(lambda: pack_lengths(lengths, CAPACITY, seed=0)) for _ in range(repeat))
+    show(f"pack_lengths, {num_rows:,} rows", f"{took_s:.2f} s", "<= 1 s")
     show("  fill", f"{fill(lengths, len(packs)):.5f}", ">= 0.999")
     if importlib.util.find_spec("trl"):
         _beside_trl(lengths[:num_compared], repeat)
@@ -106,11 +107,8 @@ def _beside_binpacking(lengths: NDArray[np.int64], repeat: int) -> None:
     windowed = sum(len(binpacking.to_constant_volume(window, CAPACITY)) for window in windows)
     show(f"binpacking.to_constant_volume, {len(items):,} rows", f"{theirs_s:.2f} s")
     show("  fill, whole set and windows of 1,000", f"{fill(lengths, found[0]):.5f}", f"{fill(lengths, windowed):.5f}")
-    show(
-        "  binpacking / ours",
-        f"{theirs_s / statistics.median(ours_s):.0f}x",
-        f">= 10x; our fill {fill(lengths, len(pack_lengths(lengths, CAPACITY))):.5f}",
-    )
+    ours = fill(lengths, len(pack_lengths(lengths, CAPACITY)))
+    show("  binpacking / ours", f"{theirs_s / statistics.median(ours_s):.0f}x", f">= 10x; our fill {ours:.5f}")
 
 
 def stream(num_rows: int = 100_000) -> None:
@@ -168,12 +166,12 @@ class _Procedural:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.lengths = lognormal_lengths(1 << 16)
+        self.lengths = lognormal_lengths(_PERIOD)
         self.token = np.zeros(CAPACITY, np.int64)
 
-    def iter_from(self, row: int) -> Iterator[InputFeature]:
-        for number in range(row, self.num_rows):
-            yield InputFeature(input_ids=self.token[: int(self.lengths[number & 0xFFFF])])
+    def iterate(self, state: int | None = None) -> Iterator[tuple[InputFeature, int]]:
+        for number in range(state or 0, self.num_rows):
+            yield InputFeature(input_ids=self.token[: int(self.lengths[number % _PERIOD])]), number + 1
 
 
 def resume(num_rows: int = 10_000_000) -> None:
@@ -194,17 +192,15 @@ def resume(num_rows: int = 10_000_000) -> None:
         show(f"resume at row {num_rows - 50_000:,} of {num_rows:,}, {'packed' if packed else 'plain'}", f"{took_s:.3f} s", "<= 5 s")
 
 
-def _moved(state: dict, row: int) -> dict:
-    """The same position so many rows later: reading the first millions is not what is measured."""
-    inner = dict(state["stream"])
-    if "row" in inner:
-        return {**state, "stream": {"row": row}}
-    shift = row - inner["next_row"]
+def _moved(state: dict[str, Any], row: int) -> dict[str, Any]:
+    """The same position about so many rows later, as reading the first millions is not what is measured: by whole periods of the rows."""
+    inner = state["stream"]
+    if isinstance(inner, int):
+        return {**state, "stream": row}
+    shift = (row - inner["next_row"]) // _PERIOD * _PERIOD
     waiting = [[number + shift, piece, window] for number, piece, window in inner["waiting"]]
-    # Whole periods of the procedural rows, so that the rows that waited are the same.
-    shift -= shift % (1 << 16)
-    waiting = [[number - (row - inner["next_row"]) + shift, piece, window] for number, piece, window in waiting]
-    return {**state, "stream": {**inner, "next_row": inner["next_row"] + shift, "waiting": waiting}}
+    moved = {name: inner[name] + shift for name in ("first_row", "first_state", "next_row")}
+    return {**state, "stream": {**inner, **moved, "waiting": waiting}}
 
 
 def padding_free(num_rows: int = 16, repeat: int = 7) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twinkle_data import DataLoader, Dataset, DatasetError, DeviceMeshSampler, LoaderStateError, LoaderTimeoutError, LoaderWorkerError
+from twinkle_data import DataLoader, Dataset, DatasetError, DeviceMeshSampler, LoaderStateError, LoaderTimeoutError, WorkerError
 from twinkle_mesh import DeviceGroup, DeviceMesh
 from twinkle_remote import LazyResult, initialize, remote_class, remote_function
 
@@ -156,8 +156,8 @@ class Numbers:
     def __init__(self, end):
         self.end = end
 
-    def iter_from(self, row):
-        return iter(range(row, self.end))
+    def iterate(self, state=None):
+        return ((row, row + 1) for row in range(state or 0, self.end))
 
 
 @settings(deadline=None, max_examples=30)
@@ -254,15 +254,15 @@ class Streamed:
     def __init__(self, read):
         self.read = read
 
-    def iter_from(self, row):
-        return map(self.read, range(row, 16))
+    def iterate(self, state=None):
+        return ((self.read(row), row + 1) for row in range(state or 0, 16))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        (killed, LoaderWorkerError, "was ended by SIGKILL; the system may have been short of memory"),
+        (killed, WorkerError, "was ended by SIGKILL; the system may have been short of memory"),
         (failed, (DatasetError, KeyError), "price"),
         (signal.pause, LoaderTimeoutError, "a batch of rows was not there after 1 s"),
     ],

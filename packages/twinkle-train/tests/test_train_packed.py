@@ -25,8 +25,10 @@ def free(checkpoint):
     return trainer
 
 
-def test_a_padding_free_trainer_conforms(checkpoint, free, padded, tmp_path):
-    conformance.run_all(free, padded, tmp_path / "saved")
+def test_a_padding_free_trainer_conforms(checkpoint, tmp_path):
+    trainer = ReferenceTrainer(checkpoint)
+    trainer.set_processor(InputProcessor(padding_free=True, alignment=8, sequence_alignment=4))
+    conformance.run_all(trainer, ReferenceTrainer(checkpoint), tmp_path / "saved")
 
 
 def mixed_rows(trainer):
@@ -77,14 +79,13 @@ def test_results_of_a_packed_row_are_its_sequences_one_after_another(padded, fre
 
 
 class Leaking(ReferenceTrainer):
-    """Forgets the mask, as a model does that takes a packed row for one sequence."""
+    """Takes a packed row for one sequence, as a model does that is not told where its sequences begin."""
 
-    def _attention_mask(self, batch):
-        # Ones hide the boundaries that transformers finds in position ids.
-        return torch.ones(batch.input_ids.shape, dtype=torch.long)
+    def _attention(self, batch):
+        return {**super()._attention(batch), "cu_seq_lens_q": torch.tensor([0, batch.input_ids.size])}
 
 
-def test_without_the_mask_sequences_see_one_another_and_the_numbers_show_it(checkpoint, padded):
+def test_without_the_boundaries_sequences_see_one_another_and_the_numbers_show_it(checkpoint, padded):
     rows = random_features()
     leaking = Leaking(checkpoint)
     leaking.set_processor(FREE)
@@ -109,7 +110,7 @@ def test_an_engine_that_cannot_keep_sequences_apart_refuses_packed_rows(checkpoi
         trainer.forward_only([PackedFeature(features=random_features())])
 
 
-def test_the_reference_refuses_packed_rows_where_a_mask_does_not_reach_every_layer(checkpoint):
+def test_the_reference_refuses_packed_rows_where_not_every_layer_keeps_sequences_apart(checkpoint):
     trainer = ReferenceTrainer(checkpoint)
     trainer.set_processor(FREE)
     trainer._model.config.layer_types = ["full_attention", "linear_attention"]

@@ -10,11 +10,11 @@ from ._errors import (
     FormatError,
     LoaderStateError,
     LoaderTimeoutError,
-    LoaderWorkerError,
     MissingExtraError,
     NoSignalError,
     SequenceTooLongError,
     TemplateError,
+    WorkerError,
 )
 from ._formats import IGNORE_INDEX, InputFeature, Message, Trajectory
 from ._loader import DataLoader
@@ -24,9 +24,9 @@ from ._packing import PackingDataset
 from ._packing_stream import IterablePackingDataset
 from ._processor import InputProcessor
 from ._retry import PromptGroup, RetrySampler
+from ._row_streams import RowStream
 from ._sampler import DeviceMeshSampler
 from ._sampling import ModelOutput, SampledSequence, SampleResponse, SamplingParams, append_context, append_sample
-from ._streams import ResumableStream, RowStream
 from ._tasks import task_dataset
 from ._template import Template
 
@@ -44,7 +44,6 @@ __all__ = [
     "IterablePackingDataset",
     "LoaderStateError",
     "LoaderTimeoutError",
-    "LoaderWorkerError",
     "Message",
     "MissingExtraError",
     "ModelOutput",
@@ -53,7 +52,6 @@ __all__ = [
     "PackingDataset",
     "Packs",
     "PromptGroup",
-    "ResumableStream",
     "RetrySampler",
     "RowStream",
     "SampleResponse",
@@ -63,6 +61,7 @@ __all__ = [
     "Template",
     "TemplateError",
     "Trajectory",
+    "WorkerError",
     "append_context",
     "append_sample",
     "balanced_order",

@@ -13,8 +13,8 @@ from ._balance import CostKind, balanced_order, sequence_costs
 from ._errors import DatasetError, LoaderStateError
 from ._formats import InputFeature
 from ._packed import PackedFeature
+from ._row_streams import RowStream
 from ._sampler import DeviceMeshSampler, check_smallest, check_state
-from ._streams import ResumableStream, RowStream, rows_from
 from ._workers import WorkerPool
 
 
@@ -106,7 +106,7 @@ class StreamBatches:
 
     def __init__(
         self,
-        stream: RowStream | ResumableStream,
+        stream: RowStream,
         *,
         batch_size: int,
         mesh: DeviceMesh | None,
@@ -122,27 +122,26 @@ class StreamBatches:
         if num_workers > 1:
             raise DatasetError(f"num_workers is {num_workers}; a stream is read by one worker at most")
         check_smallest(batch_size if drop_last else 1, batch_size, min_batch_size, mesh)
-        self._stream = stream if isinstance(stream, ResumableStream) else _NumberedStream(stream)
-        self._beginning = self._stream.state_dict()
-        self._batch_size, self._min_batch_size, self._drop_last, self._num_epochs = batch_size, min_batch_size or 1, drop_last, num_epochs
+        self._stream, self._num_epochs = stream, num_epochs
+        self._batch_size, self._min_batch_size, self._drop_last = batch_size, min_batch_size or 1, drop_last
         self._mesh, self._slices, self._balance = mesh, slices, balance
-        self._epoch, self._batch = 0, 0
-        self._iterator: Iterator[Any] | None = None
+        # The position after the last batch that was given out, and the iteration that goes on from there.
+        self._state = self._beginning = {"epoch": 0, "batch": 0, "stream": None, "batch_size": batch_size}
+        self._iterator: Iterator[tuple[list[Any], dict[str, Any]]] | None = None
         self._pool = WorkerPool(lambda _: self._read(), 1, timeout_s=timeout_s, what="a batch of rows") if num_workers else None
         self._most_ahead = prefetch_batches
-        self._state = self._position()
 
     def __len__(self) -> int:
         raise TypeError("the loader reads a stream, whose length is not known")
 
     def next(self) -> list[Any] | None:
-        if self._pool is None:
-            batch, self._state = self._read()
-            return batch
-        while len(self._pool) < self._most_ahead:
-            self._pool.submit("the stream")
         try:
-            batch, self._state = self._pool.take()
+            if self._pool is None:
+                batch, self._state = self._read()
+            else:
+                while len(self._pool) < self._most_ahead:
+                    self._pool.submit("the stream")
+                batch, self._state = self._pool.take()
         except BaseException:  # whoever goes on after that goes on where the last batch ended
             self._go_to(self._state)
             raise
@@ -152,18 +151,26 @@ class StreamBatches:
 
     def _read(self) -> tuple[list[Any] | None, dict[str, Any]]:
         """The next batch, and the position after it."""
-        while self._num_epochs is None or self._epoch < self._num_epochs:
-            begins = self._iterator is None
-            iterator = self._iterator = iter(self._stream) if self._iterator is None else self._iterator
-            rows = [row for _, row in zip(range(self._batch_size), iterator, strict=False)]
-            if len(rows) == self._batch_size or (rows and not self._drop_last):
-                self._batch += 1
-                return self._share(rows), self._position()
-            if begins and self._batch == 0:
+        if self._iterator is None:
+            self._iterator = self._from(self._state)
+        return next(self._iterator, (None, {**self._state, "epoch": self._num_epochs, "batch": 0, "stream": None}))
+
+    def _from(self, position: dict[str, Any]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        epoch, number, state = position["epoch"], position["batch"], position["stream"]
+        while self._num_epochs is None or epoch < self._num_epochs:
+            rows: list[Any] = []
+            for row, state in self._stream.iterate(state):  # noqa: B020 (the state at which it begins, then those that it passes)
+                rows.append(row)
+                if len(rows) == self._batch_size:
+                    number += 1
+                    yield self._share(rows), {**self._beginning, "epoch": epoch, "batch": number, "stream": state}
+                    rows = []
+            if rows and not self._drop_last:
+                number += 1
+                yield self._share(rows), {**self._beginning, "epoch": epoch, "batch": number, "stream": state}
+            if number == 0:
                 raise DatasetError(f"the stream's {len(rows)} rows fill no batch of {self._batch_size}; lower batch_size or set drop_last=False")
-            self._epoch, self._batch, self._iterator = self._epoch + 1, 0, None
-            self._stream.load_state_dict(self._beginning)
-        return None, self._position()
+            epoch, number, state = epoch + 1, 0, None
 
     def _share(self, rows: list[Any]) -> list[Any]:
         rows = [rows[index % len(rows)] for index in range(max(len(rows), self._min_batch_size))]
@@ -173,8 +180,7 @@ class StreamBatches:
         return rows[self._mesh.get_slice(len(rows))] if self._slices and self._mesh is not None else rows
 
     def rewind(self) -> None:
-        self._go_to({**self._state, "epoch": 0, "batch": 0, "stream": self._beginning})
-        self._state = self._position()
+        self._go_to(self._beginning)
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -183,38 +189,13 @@ class StreamBatches:
         check_state(state, ("epoch", "batch", "stream"), {"batch_size": self._batch_size})
         if min(state["epoch"], state["batch"]) < 0:
             raise LoaderStateError(f"the saved state of the data loader is damaged: epoch {state['epoch']}, batch {state['batch']}")
+        self._stream.iterate(state["stream"])  # it refuses a state that is not its own
         self._go_to(state)
-        self._state = self._position()
 
     def _go_to(self, state: dict[str, Any]) -> None:
-        self._stream.load_state_dict(state["stream"])
-        self._epoch, self._batch, self._iterator = int(state["epoch"]), int(state["batch"]), None
+        self._state, self._iterator = state, None
         if self._pool is not None:
             self._pool.close()
-
-    def _position(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "batch": self._batch, "stream": self._stream.state_dict(), "batch_size": self._batch_size}
-
-
-class _NumberedStream:
-    """A stream with the number of the next row as its position."""
-
-    def __init__(self, rows: RowStream) -> None:
-        self._rows = rows
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        start = self._next
-        for number, row in enumerate(rows_from(self._rows, start), start=start):
-            self._next = number + 1
-            yield row
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"row": self._next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_state(state, ("row",), {})
-        self._next = int(state["row"])
 
 
 def _cost(row: Any, kind: CostKind) -> float:

@@ -5,10 +5,10 @@ DataError
 |-- DatasetError (ValueError)         a row, or a function applied to a row, that fails
 |-- LoaderStateError (ValueError)     a saved position that belongs to another loader
 |-- LoaderTimeoutError (TimeoutError) rows that were not there in time
-|-- LoaderWorkerError (RuntimeError)  a worker process that died
 |-- NoSignalError (RuntimeError)      too few prompts whose rewards differ
 |-- TemplateError (ValueError)        a chat template that cannot render, or cannot be masked exactly
 |   `-- SequenceTooLongError          a row longer than `max_length`
+|-- WorkerError (RuntimeError)        a worker process that dies, fails, or does not answer in time
 `-- MissingExtraError (ImportError)   an optional dependency that is not installed
 """
 
@@ -33,10 +33,6 @@ class LoaderTimeoutError(DataError, TimeoutError):
     """A worker process had no rows in time. The message names the rows and the deadline."""
 
 
-class LoaderWorkerError(DataError, RuntimeError):
-    """A worker process died, or raised what cannot be raised here. The message says how, on which rows, and with which stack."""
-
-
 class NoSignalError(DataError, RuntimeError):
     """Too few prompts had completions whose rewards differ."""
 
@@ -47,6 +43,10 @@ class TemplateError(DataError, ValueError):
 
 class SequenceTooLongError(TemplateError):
     """An encoded row is longer than `max_length`, and the template's truncation is 'error' or 'drop'."""
+
+
+class WorkerError(DataError, RuntimeError):
+    """A worker process that died, failed in a way that nobody foresaw, or did not answer in time. The message says which work it was at."""
 
 
 class MissingExtraError(DataError, ImportError):

@@ -15,8 +15,8 @@ from ._dataset import Dataset
 from ._errors import DatasetError
 from ._packing import PackingDataset
 from ._packing_stream import IterablePackingDataset
+from ._row_streams import RowStream, is_stream
 from ._sampler import DeviceMeshSampler
-from ._streams import ResumableStream, RowStream, is_stream
 
 Balance = Literal["auto", "tokens", "cost"]
 
@@ -57,7 +57,7 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset: Dataset | RowStream | ResumableStream | Iterable[Any] | Callable[[], Any],
+        dataset: Dataset | RowStream | Iterable[Any] | Callable[[], Any],
         *,
         batch_size: int,
         device_mesh: DeviceMesh | None = None,
@@ -129,7 +129,7 @@ class DataLoader:
 
     @remote_function(dispatch="all", execute="first", collect="first")
     def __next__(self) -> list[Any]:
-        """The next batch. Raises StopIteration after the last; LoaderWorkerError or LoaderTimeoutError for a worker that died or hangs."""
+        """The next batch. Raises StopIteration after the last; WorkerError or LoaderTimeoutError for a worker that died or hangs."""
         with self._lock:
             batch = self._batches.next()
         if batch is None:
@@ -164,7 +164,7 @@ def _row_costs(balance: Balance | ArrayLike | None, rows: Dataset) -> ArrayLike 
     raise DatasetError(f"balance={balance!r} needs the lengths of all rows: pack them with PackingDataset, or give balance=[the cost of each row]")
 
 
-def _stream_balance(balance: Balance | ArrayLike | None, rows: RowStream | ResumableStream) -> CostKind | None:
+def _stream_balance(balance: Balance | ArrayLike | None, rows: RowStream) -> CostKind | None:
     if balance == "auto":
         return "cost" if isinstance(rows, IterablePackingDataset) else None
     if balance is None or isinstance(balance, str):

@@ -40,7 +40,7 @@ class PackingDataset(Dataset):
         SequenceTooLongError: a row is too long, and `too_long` is 'error'.
         FormatError: a row that is no `InputFeature`.
         DatasetError: wrong settings, or nothing to pack. Errors name the row.
-        LoaderWorkerError, LoaderTimeoutError: a worker that died, or was not done in time.
+        WorkerError, LoaderTimeoutError: a worker that died, or was not done in time.
     """
 
     def __init__(

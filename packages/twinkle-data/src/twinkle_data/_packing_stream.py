@@ -1,7 +1,7 @@
 """Packing a stream, window by window."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,22 @@ from ._errors import DatasetError, LoaderStateError
 from ._fitting import Fitting, TooLong, checked_feature
 from ._formats import InputFeature
 from ._packed import PackedFeature
+from ._row_streams import RowStream, as_stream
 from ._sampler import check_state
-from ._streams import RowStream, check_source, rows_from
 
 # A sequence that finds no partners goes out in a pack that is not full after so many windows, so that none waits for ever, and resuming
 # reads no further back.
 _MAX_WINDOWS = 8
+_BEGINNING = {"window": 0, "first_row": 0, "first_state": None, "next_row": 0, "waiting": [], "given": 0}
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sequence of the window: its row's number in the stream, which piece of it, and the window that it came with."""
+    """One sequence of the window. row: its row's number in the stream; before: the stream's state before that row; piece: which part of the
+    row it is; window: the one that it came with."""
 
     row: int
+    before: Any
     piece: int
     window: int
     feature: InputFeature
@@ -35,11 +38,11 @@ class IterablePackingDataset:
     A window of sequences is packed by best-fit decreasing; the fullest packs are given out, in a random order, and the sequences of the
     others stay for the next window, so that more than 99.8 % is filled. Packs depend on the rows and the settings alone.
 
-    `iter` begins at the first row, or, after `load_state_dict`, at the saved position.
+    Each iteration begins anew; `iterate(state)` goes on where another one stood, and reads what was in the window then once more.
 
     Args:
-        dataset: rows that are `InputFeature`s, one after another: a `RowStream`, a sequence (read by index), another iterable, or a function that
-            returns one. It must give the same rows each time.
+        dataset: rows that are `InputFeature`s, one after another: a stream (`RowStream`), a sequence (read by index), another iterable, or a
+            function that returns one. It must give the same rows each time.
         max_length: the most tokens of a pack.
         window: the sequences that are packed together.
         too_long: what becomes of a longer row; as in `PackingDataset`.
@@ -61,69 +64,62 @@ class IterablePackingDataset:
     ) -> None:
         if window < 1:
             raise DatasetError(f"window is {window}; it must be at least 1")
-        self._source, self._fitting, self._window, self._seed = dataset, Fitting(max_length, too_long), window, seed
-        self._start = self._position = {"window": 0, "next_row": 0, "waiting": [], "given": 0}
-        check_source(dataset)
+        self._source, self._fitting, self._window, self._seed = as_stream(dataset), Fitting(max_length, too_long), window, seed
 
     def __iter__(self) -> Iterator[PackedFeature]:
-        """The packs, from the first or from the saved position on."""
-        start, self._start = self._start, {"window": 0, "next_row": 0, "waiting": [], "given": 0}
-        self._position = start
-        return self._packs(start)
+        """The packs from the first on."""
+        return (pack for pack, _ in self.iterate())
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last pack that was given out: plain JSON, without any row's content."""
-        return {**self._position, **self._settings()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up at a saved position: the next `iter` begins there. It reads what was in the window again, at most some thousand rows.
+    def iterate(self, state: Any = None) -> Iterator[tuple[PackedFeature, Any]]:
+        """Each pack with a state, plain JSON without any row's content: `iterate(state)` gives the packs behind that one.
 
         Raises:
-            LoaderStateError: a position that was saved under other settings.
+            LoaderStateError: a state of a stream with other settings.
         """
-        check_state(state, self._position, self._settings())
-        if min(state["window"], state["next_row"], state["given"]) < 0:
+        settings = {"max_length": self._fitting.max_length, "window_size": self._window, "too_long": self._fitting.too_long, "seed": self._seed}
+        if state is None:
+            return self._packs(_BEGINNING, settings)
+        if not isinstance(state, dict):
+            raise LoaderStateError(f"{state!r} is no position of a packed stream")
+        check_state(state, _BEGINNING, settings)
+        if min(state[name] for name in ("window", "first_row", "next_row", "given")) < 0:
             raise LoaderStateError(f"the saved state of the packed stream is damaged: {state}")
-        self._start = self._position = {name: state[name] for name in self._position}
+        return self._packs(state, settings)
 
-    def _settings(self) -> dict[str, Any]:
-        return {"max_length": self._fitting.max_length, "window_size": self._window, "too_long": self._fitting.too_long, "seed": self._seed}
-
-    def _packs(self, start: dict[str, Any]) -> Iterator[PackedFeature]:
-        number, next_row = start["window"], start["next_row"]
+    def _packs(self, start: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[PackedFeature, Any]]:
+        number, given = start["window"], start["given"]
         waiting = {(row, piece): window for row, piece, window in start["waiting"]}
-        first = min([next_row, *(row for row, _ in waiting)])
-        sequences = self._sequences(first)
-        held, ahead = _again(sequences, waiting, next_row) if first < next_row else ([], [])
-        given = start["given"]
-        while True:
-            position = {"window": number, "next_row": next_row, "waiting": [[s.row, s.piece, s.window] for s in held]}
-            held += [_Sequence(s.row, s.piece, number, s.feature) for s in ahead]
+        sequences = self._sequences(start["first_row"], start["first_state"])
+        held, ahead = _again(sequences, waiting, start["next_row"])
+        while held or ahead:
+            first = [*held, *ahead][0]
+            position = {
+                "window": number,
+                "first_row": first.row,
+                "first_state": first.before,
+                "next_row": ahead[0].row if ahead else held[-1].row + 1,
+                "waiting": [[sequence.row, sequence.piece, sequence.window] for sequence in held],
+                **settings,
+            }
+            held += [replace(sequence, window=number) for sequence in ahead]
             ahead = []
-            ended = True
             for sequence in sequences:
-                fresh = _Sequence(sequence.row, sequence.piece, number, sequence.feature)
-                if len(held) >= self._window and fresh.piece == 0:
-                    ahead, ended = [fresh], False
+                if len(held) >= self._window and sequence.piece == 0:
+                    ahead = [sequence]
                     break
-                held.append(fresh)
-            if not held:
-                return
-            next_row = ahead[0].row if ahead else held[-1].row + 1
-            packs, held = self._pack(held, number, ended)
-            for index, pack in enumerate(packs):
-                if index >= given:
-                    self._position = {**position, "given": index + 1}
-                    yield PackedFeature(features=[sequence.feature for sequence in pack])
+                held.append(replace(sequence, window=number))
+            packs, held = self._pack(held, number, not ahead)
+            for index, pack in enumerate(packs[given:], start=given + 1):
+                yield PackedFeature(features=[sequence.feature for sequence in pack]), {**position, "given": index}
             number, given = number + 1, 0
-            if ended:
-                return
 
-    def _sequences(self, first: int) -> Iterator[_Sequence]:
-        for row, content in enumerate(rows_from(self._source, first), start=first):
+    def _sequences(self, first_row: int, first_state: Any) -> Iterator[_Sequence]:
+        before = first_state
+        for row, (content, after) in enumerate(self._source.iterate(first_state), start=first_row):
             feature = checked_feature(content, row)
             for piece in range(len(self._fitting.lengths(len(feature), row))):
-                yield _Sequence(row, piece, 0, self._fitting.piece(feature, piece))
+                yield _Sequence(row, before, piece, 0, self._fitting.piece(feature, piece))
+            before = after
 
     def _pack(self, held: list[_Sequence], number: int, all_of_them: bool) -> tuple[list[list[_Sequence]], list[_Sequence]]:
         """The packs to give out, in their order, and the sequences that stay."""
@@ -150,5 +146,5 @@ def _again(sequences: Iterator[_Sequence], waiting: dict[tuple[int, int], int], 
         if sequence.row >= next_row:
             return found, [sequence]
         if (window := waiting.get((sequence.row, sequence.piece))) is not None:
-            found.append(_Sequence(sequence.row, sequence.piece, window, sequence.feature))
+            found.append(replace(sequence, window=window))
     return found, []

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ._errors import DatasetError, LoaderTimeoutError, LoaderWorkerError
+from ._errors import DatasetError, LoaderTimeoutError, WorkerError
 
 _SHOWN_CHARACTERS = 200
 
@@ -61,7 +61,7 @@ class WorkerPool:
         """The result of the oldest task that has not been taken.
 
         Raises:
-            LoaderWorkerError: the worker has died, or what it raised cannot be raised here.
+            WorkerError: the worker has died, or what it raised cannot be raised here.
             LoaderTimeoutError: no result in time. Both end the pool, and what the function raised does: with the worker's traceback as a note.
         """
         index, task = self._waiting.popleft()
@@ -113,11 +113,11 @@ class _Worker:
                 raise EOFError
             good, value, text = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise LoaderWorkerError(f"{who} {self._how_it_ended()} while it was working on {shown}{self._stacks()}") from None
+            raise WorkerError(f"{who} {self._how_it_ended()} while it was working on {shown}{self._stacks()}") from None
         if good:
             return value
         if value is None:
-            raise LoaderWorkerError(f"{who} failed on {shown}:\n{text}")
+            raise WorkerError(f"{who} failed on {shown}:\n{text}")
         value.add_note(f"raised in {who}, on {shown}:\n{text}")
         raise value
 

@@ -17,13 +17,13 @@ from .._errors import CallOrderError, ConfigError, InputError
 from .._optimizer import OptimizerConfig, build_torch_optimizer
 from .._totals import ReduceGroups
 from .._trainer import ComputeLoss, TokenOutputs, TrainerBase
+from ._attention import PER_SEQUENCE, register_per_sequence
 
 
 class ReferenceTrainer(TrainerBase):
     """The trainer contract on a Hugging Face model with nothing parallel, nothing fused and nothing remote.
 
-    Packed rows and padding-free batches (`set_processor(InputProcessor(padding_free=True, ...))`) get an attention mask written out in full,
-    whose blocks are the sequences.
+    Packed rows and padding-free batches (`set_processor(InputProcessor(padding_free=True, ...))`) attend sequence by sequence.
 
     model_id: a folder with a Hugging Face checkpoint. dtype: of the weights; float64 gives a yardstick for rounding errors.
 
@@ -39,6 +39,7 @@ class ReferenceTrainer(TrainerBase):
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         # eager: attention written out, so that nothing of the reference is a fused kernel.
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        register_per_sequence()
         self._device = torch.device(device)
         self._model.to(self._device)
         self._folder = folder
@@ -52,7 +53,7 @@ class ReferenceTrainer(TrainerBase):
         logits_BTV = self._model(
             input_ids=tensor(batch.input_ids),
             position_ids=tensor(batch.position_ids),
-            attention_mask=self._attention_mask(batch),
+            **self._attention(batch),
             # transformers 5.19 attends across packed documents when a cache is made.
             use_cache=False,
         ).logits
@@ -61,19 +62,17 @@ class ReferenceTrainer(TrainerBase):
         entropy_BT = -(all_logprobs_BTV.detach().exp() * all_logprobs_BTV.detach()).sum(-1)
         return TokenOutputs(logprobs_BT, entropy_BT)
 
-    def _attention_mask(self, batch: Batch) -> torch.Tensor | None:
+    def _attention(self, batch: Batch) -> dict[str, Any]:
+        """The model's arguments that tell what attends to what."""
+        self._model.config._attn_implementation = PER_SEQUENCE if batch.is_packed else "eager"
         if not batch.is_packed:
             # Padding on the right is invisible to causal attention; and a mask of ones would hide document boundaries.
-            return None if batch.valid[:, 0].all() else torch.as_tensor(batch.valid, device=self._device)
+            return {"attention_mask": None if batch.valid[:, 0].all() else torch.as_tensor(batch.valid, device=self._device)}
         config = self._model.config
         others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
         if others:
-            raise InputError(f"packed rows need full attention in all layers, where a mask keeps sequences apart; {self._folder} has {others}")
-        sequence_ids_BT = torch.as_tensor(batch.sequence_ids, device=self._device)
-        same_BTT = sequence_ids_BT[:, :, None] == sequence_ids_BT[:, None, :]
-        dtype = next(self._model.parameters()).dtype
-        hidden_BTT = torch.full(same_BTT.shape, torch.finfo(dtype).min, dtype=dtype, device=self._device)
-        return hidden_BTT.masked_fill(same_BTT.tril(), 0)[:, None]
+            raise InputError(f"packed rows need full attention in all layers, which keeps sequences apart; {self._folder} has {others}")
+        return {"attention_mask": None, "cu_seq_lens_q": torch.as_tensor(batch.cu_seq_lens)}
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
         kept: list[TokenOutputs] = []
