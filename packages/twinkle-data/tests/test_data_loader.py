@@ -80,6 +80,15 @@ def test_a_loader_without_end_goes_on_and_has_no_length():
         len(loader)
 
 
+def test_going_on_with_an_iterator_does_not_begin_anew():
+    loader = DataLoader(range(6), batch_size=2)
+    batches = iter(loader)
+    assert next(batches) == [0, 1]
+    assert [*batches] == [[2, 3], [4, 5]]
+    loader.load_state_dict({**loader.state_dict(), "epoch": 0, "batch": 1})
+    assert [batch for batch in iter(loader)] == [[2, 3], [4, 5]]  # noqa: C416 (each `for` calls iter again)
+
+
 def test_the_dataset_may_be_a_function():
     assert list(DataLoader(lambda: Dataset([1, 2]).map(str), batch_size=2)) == [["1", "2"]]
 

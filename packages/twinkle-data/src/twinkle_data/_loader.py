@@ -1,8 +1,8 @@
 """The data loader: global batches of rows, once for a run, sliced where nobody else slices."""
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 from numpy.typing import ArrayLike
 
@@ -119,17 +119,20 @@ class DataLoader:
         return len(self._batches)
 
     @remote_function(dispatch="all", execute="first", collect="first")
-    def __iter__(self) -> Self:
-        """The loader itself, at its first batch, or at the saved one where a position was loaded since the last iteration."""
+    def __iter__(self) -> Iterator[list[Any]]:
+        """The batches from the first, or, where a position was loaded since the last iteration, from the saved one."""
         with self._lock:
             if not self._resumed:
                 self._batches.rewind()
             self._resumed = False
-        return self
+        return _Rest(self._next)
 
     @remote_function(dispatch="all", execute="first", collect="first")
     def __next__(self) -> list[Any]:
         """The next batch. Raises StopIteration after the last; WorkerError or LoaderTimeoutError for a worker that died or hangs."""
+        return self._next()
+
+    def _next(self) -> list[Any]:
         with self._lock:
             batch = self._batches.next()
         if batch is None:
@@ -152,6 +155,16 @@ class DataLoader:
         with self._lock:
             self._batches.load_state_dict(state)
             self._resumed = True
+
+
+class _Rest(Iterator[list[Any]]):
+    """The batches that are left. Not the loader, which begins anew whenever it is iterated, also by `for batch in iter(loader)`."""
+
+    def __init__(self, take: Callable[[], list[Any]]) -> None:
+        self._take = take
+
+    def __next__(self) -> list[Any]:
+        return self._take()
 
 
 def _row_costs(balance: Balance | ArrayLike | None, rows: Dataset) -> ArrayLike | None:
