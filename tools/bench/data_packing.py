@@ -203,7 +203,7 @@ def _moved(state: dict[str, Any], row: int) -> dict[str, Any]:
     return {**state, "stream": {**inner, **moved, "waiting": waiting}}
 
 
-def padding_free(num_rows: int = 16, repeat: int = 7) -> None:
+def padding_free(num_rows: int = 64, repeat: int = 3) -> None:
     """A training step of the reference trainer on a tiny model: padded and padding-free, alternately."""
     import torch
 
@@ -211,7 +211,7 @@ def padding_free(num_rows: int = 16, repeat: int = 7) -> None:
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(3.6, 0.9, num_rows), 8, 256).astype(int)
+    lengths = np.clip(rng.lognormal(4.2, 0.9, num_rows), 8, 512).astype(int)
     rows = [InputFeature(input_ids=rng.integers(2, 300, length)) for length in lengths.tolist()]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = tiny_qwen3(Path(folder) / "model")
