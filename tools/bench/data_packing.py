@@ -76,7 +76,7 @@ def packing(num_rows: int = 1_000_000, num_compared: int = 100_000, num_binpacki
 def _beside_trl(lengths: NDArray[np.int64], repeat: int) -> None:
     import datasets
     import pyarrow as pa
-    from trl.data_utils import pack_dataset
+    from trl.data_utils import pack_dataset  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
@@ -97,7 +97,7 @@ def _beside_trl(lengths: NDArray[np.int64], repeat: int) -> None:
 
 
 def _beside_binpacking(lengths: NDArray[np.int64], repeat: int) -> None:
-    import binpacking
+    import binpacking  # pyright: ignore[reportMissingImports]
 
     items = lengths.tolist()
     found: list[int] = []

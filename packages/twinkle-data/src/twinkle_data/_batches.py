@@ -124,7 +124,8 @@ class StreamBatches:
         check_smallest(batch_size if drop_last else 1, batch_size, min_batch_size, mesh)
         self._stream, self._num_epochs = stream, num_epochs
         self._batch_size, self._min_batch_size, self._drop_last = batch_size, min_batch_size or 1, drop_last
-        self._mesh, self._slices, self._balance = mesh, slices, balance
+        self._mesh, self._slices = mesh, slices
+        self._balance: CostKind | None = balance
         # The position after the last batch that was given out, and the iteration that goes on from there.
         self._state = self._beginning = {"epoch": 0, "batch": 0, "stream": None, "batch_size": batch_size}
         self._iterator: Iterator[tuple[list[Any], dict[str, Any]]] | None = None
@@ -174,8 +175,9 @@ class StreamBatches:
 
     def _share(self, rows: list[Any]) -> list[Any]:
         rows = [rows[index % len(rows)] for index in range(max(len(rows), self._min_batch_size))]
-        if self._balance is not None and self._mesh is not None:
-            costs = [_cost(row, self._balance) for row in rows]
+        kind = self._balance
+        if kind is not None and self._mesh is not None:
+            costs = [_cost(row, kind) for row in rows]
             rows = [rows[index] for index in balanced_order(costs, self._mesh.data_world_size).tolist()]
         return rows[self._mesh.get_slice(len(rows))] if self._slices and self._mesh is not None else rows
 

@@ -72,9 +72,7 @@ class DataLoader:
         worker_timeout_s: float = 600.0,
         remote_group: str | None = None,
     ) -> None:
-        rows: Any = dataset
-        if callable(rows) and not isinstance(rows, (Dataset, Iterable)) and not is_stream(rows):
-            rows = rows()
+        rows: Any = dataset() if callable(dataset) and not isinstance(dataset, Iterable) and not is_stream(dataset) else dataset
         slices = device_mesh is not None and device_mesh.data_world_size > 1 and current_runtime().slices_in_loader
         if num_workers < 0 or (num_workers and prefetch_batches < 1):
             raise DatasetError(f"num_workers is {num_workers}, prefetch_batches {prefetch_batches}: at least 0 and 1")
@@ -83,17 +81,18 @@ class DataLoader:
         self._resumed = False
         self._batches: BatchSource
         if is_stream(rows):
+            stream: RowStream = rows
             if shuffle:
                 raise DatasetError("a stream cannot be shuffled: its rows come one after another; shuffle what it reads")
             self._batches = StreamBatches(
-                rows,
+                stream,
                 batch_size=batch_size,
                 mesh=device_mesh,
                 slices=slices,
                 drop_last=drop_last,
                 num_epochs=num_epochs,
                 min_batch_size=min_batch_size,
-                balance=_stream_balance(balance, rows),
+                balance=_stream_balance(balance, stream),
                 **ahead,
             )
             return

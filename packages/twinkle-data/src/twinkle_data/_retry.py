@@ -151,7 +151,6 @@ class RetrySampler:
     def _refill(self) -> bool:
         """Whether there is a new prompt."""
         if not self._fresh:
-            if self._batches is None:
-                self._batches = iter(self._loader)
-            self._fresh.extend(next(self._batches, ()))
+            batches = self._batches = self._batches or iter(self._loader)
+            self._fresh.extend(next(batches, ()))
         return bool(self._fresh)

@@ -47,7 +47,8 @@ class _Numbered:
         first = 0 if state is None else state
         if not isinstance(first, int) or first < 0:
             raise LoaderStateError(f"{state!r} is no number of rows: it belongs to a stream that was made otherwise")
-        rows = self._source if isinstance(self._source, Iterable) else self._source()
+        source = self._source
+        rows: Any = source if hasattr(source, "__iter__") else source()
         if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
             behind: Iterator[Any] = (rows[index] for index in range(first, len(rows)))
         else:
