@@ -148,6 +148,8 @@ def _main(function: Callable[[Any], Any], parents_end: Connection, pipe: Connect
     parents_end.close()  # else this process would never see that the other one has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Off first: where it was on, `enable` would leave a handler in place that a library has installed over it since (Ray does).
+    faulthandler.disable()
     faulthandler.enable(crash_file)
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, tasks), daemon=True).start()
