@@ -27,6 +27,15 @@ from twinkle.model import MegatronModel
 from twinkle.sampler import vLLMSampler
 assert twinkle.MegatronModel is MegatronModel and twinkle.vLLMSampler is vLLMSampler and twinkle.DataLoader is DataLoader
 assert callable(twinkle.initialize)
+from twinkle.dataset import IterablePackingDataset, PackingDataset
+from twinkle import InputFeature
+base_dataset = Dataset([InputFeature(input_ids=[1] * n) for n in (3, 5, 4)])
+dataset = PackingDataset(
+ dataset=base_dataset,
+ max_length=8192,
+)
+assert [row.position_ids.tolist() for row in dataset] == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]], list(dataset)
+assert len(list(IterablePackingDataset(dataset=base_dataset, max_length=8192))) == 1
 print(MegatronModel.__module__.split('.')[0], vLLMSampler.__module__.split('.')[0])
 """
     done = _python(code)

@@ -4,8 +4,11 @@ DataError
 |-- FormatError (ValueError)          a record whose fields contradict each other
 |-- DatasetError (ValueError)         a row, or a function applied to a row, that fails
 |-- LoaderStateError (ValueError)     a saved position that belongs to another loader
+|-- LoaderTimeoutError (TimeoutError) rows that were not there in time
+|-- NoSignalError (RuntimeError)      too few prompts whose rewards differ
 |-- TemplateError (ValueError)        a chat template that cannot render, or cannot be masked exactly
 |   `-- SequenceTooLongError          a row longer than `max_length`
+|-- WorkerError (RuntimeError)        a worker process that dies, fails, or does not answer in time
 `-- MissingExtraError (ImportError)   an optional dependency that is not installed
 """
 
@@ -26,12 +29,24 @@ class LoaderStateError(DataError, ValueError):
     """A saved position that belongs to a loader with other settings or other data."""
 
 
+class LoaderTimeoutError(DataError, TimeoutError):
+    """A worker process had no rows in time. The message names the rows and the deadline."""
+
+
+class NoSignalError(DataError, RuntimeError):
+    """Too few prompts had completions whose rewards differ."""
+
+
 class TemplateError(DataError, ValueError):
     """A chat template that cannot render a trajectory, or whose assistant tokens cannot be told from the rest."""
 
 
 class SequenceTooLongError(TemplateError):
     """An encoded row is longer than `max_length`, and the template's truncation is 'error' or 'drop'."""
+
+
+class WorkerError(DataError, RuntimeError):
+    """A worker process that died, failed in a way that nobody foresaw, or did not answer in time. The message says which work it was at."""
 
 
 class MissingExtraError(DataError, ImportError):

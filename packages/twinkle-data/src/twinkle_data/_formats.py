@@ -104,7 +104,7 @@ class InputFeature:
         input_ids: int64 `[T]`, T >= 1, none negative.
         labels: int64 `[T]`: `input_ids[t]` where token t is trained on and -100 elsewhere. None: `completion_mask` decides, and
             without one every token is trained on.
-        position_ids: int64 `[T]`. None: 0, 1, 2, ...
+        position_ids: int64 `[T]`, or `[A, T]` for A axes (multimodal rotary embeddings, arXiv 2409.12191). None: 0, 1, 2, ...
         completion_mask: bool `[T]`: the token was written by the assistant (sampled, in a feature that a sampler returned).
         loss_weights: float32 `[T]`: a factor for each token's loss.
         logprobs: float32 `[T]`: natural log p(input_ids[t] | input_ids[:t]) at `temperature` under the policy that sampled;
@@ -159,7 +159,7 @@ class InputFeature:
         converted: dict[str, Any] = {"input_ids": input_ids}
         for name in ("labels", "position_ids"):
             if (value := getattr(self, name)) is not None:
-                converted[name] = _same_length(name, _integers(name, value), length)
+                converted[name] = _same_length(name, _integers(name, value), length, axes=name == "position_ids")
         if self.completion_mask is not None:
             converted["completion_mask"] = _same_length("completion_mask", _booleans("completion_mask", self.completion_mask), length)
         for name in ("loss_weights", "logprobs", "ref_logprobs"):
@@ -230,8 +230,8 @@ def _floats(name: str, value: ArrayLike, *, scalar: bool = False) -> NDArray[np.
     return array if scalar and array.ndim == 0 else array.astype(np.float32, copy=False)
 
 
-def _same_length(name: str, array: NDArray[Any], length: int) -> NDArray[Any]:
-    if array.shape != (length,):
+def _same_length(name: str, array: NDArray[Any], length: int, *, axes: bool = False) -> NDArray[Any]:
+    if array.shape[-1:] != (length,) or array.ndim > 1 + axes:
         raise FormatError(f"InputFeature.{name} has shape {array.shape}, input_ids has ({length},): they are aligned token by token")
     return array
 

@@ -1,13 +1,14 @@
 """Which rows come next, on which data rank, and where to take up again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from twinkle_mesh import DeviceMesh
 
+from ._balance import balanced_order
 from ._errors import DatasetError, LoaderStateError
 
 
@@ -27,10 +28,15 @@ class DeviceMeshSampler:
         seed: of the orders.
         drop_last: leave out the rows at the end of an epoch that fill no batch.
         num_epochs: how often the rows are gone through; None: without end.
+        min_batch_size: the fewest rows of a global batch; one with fewer has its rows again, in turn, until there are so many (so that each
+            data rank has one, with drop_last=False). None: none is filled up.
+        costs: what each row costs, `[num_rows]` or `[num_rows, K]`. The rows of a global batch are then ordered so that the slices of all
+            data ranks cost the same, as nearly as may be (`balanced_order`). None: rows stay in their order.
+        data_id: anything that tells the data apart; a position saved with another one is refused.
 
     Raises:
         DatasetError: no full batch, or a batch with fewer rows than there are data ranks: some rank would get nothing, and its peers
-            would wait for it in the first collective operation.
+            would wait for it in the first collective operation. Costs for another number of rows.
     """
 
     def __init__(
@@ -45,6 +51,9 @@ class DeviceMeshSampler:
         seed: int = 0,
         drop_last: bool = True,
         num_epochs: int | None = 1,
+        min_batch_size: int | None = None,
+        costs: ArrayLike | None = None,
+        data_id: str | int | None = None,
     ) -> None:
         if batch_size < 1:
             raise DatasetError(f"batch_size is {batch_size}; it must be at least 1")
@@ -55,14 +64,14 @@ class DeviceMeshSampler:
         if drop_last and num_rows < batch_size:
             raise DatasetError(f"{num_rows} rows fill no batch of {batch_size}; lower batch_size or set drop_last=False")
         smallest = batch_size if drop_last or num_rows % batch_size == 0 else num_rows % batch_size
-        if device_mesh is not None and smallest < device_mesh.data_world_size:
-            what = "batch_size is" if smallest == batch_size else "the last batch of an epoch has"
-            raise DatasetError(
-                f"{what} {smallest}, less than the {device_mesh.data_world_size} data ranks of the mesh: some would get nothing; "
-                "raise batch_size, or set drop_last=True"
-            )
+        check_smallest(smallest, batch_size, min_batch_size, device_mesh)
         self.num_rows, self.batch_size, self.num_epochs = num_rows, batch_size, num_epochs
         self._mesh, self._rank = device_mesh if slice_batches else None, rank
+        self._min_batch_size, self._data_id = min_batch_size or 1, data_id
+        self._num_ranks = 1 if device_mesh is None else device_mesh.data_world_size
+        self._costs = None if costs is None else np.asarray(costs, np.float64)
+        if self._costs is not None and len(self._costs) != num_rows:
+            raise DatasetError(f"there are costs of {len(self._costs)} rows, and {num_rows} rows")
         self._shuffle, self._seed = shuffle, seed
         self.batches_per_epoch = num_rows // batch_size if drop_last else -(-num_rows // batch_size)
         self._epoch, self._batch = 0, 0
@@ -88,6 +97,9 @@ class DeviceMeshSampler:
         self._batch += 1
         if self._batch == self.batches_per_epoch:
             self._epoch, self._batch = self._epoch + 1, 0
+        indices = np.resize(indices, max(len(indices), self._min_batch_size))
+        if self._costs is not None:
+            indices = indices[balanced_order(self._costs[indices], self._num_ranks)]
         return indices if self._mesh is None else indices[self._mesh.get_slice(len(indices), self._rank)]
 
     def rewind(self) -> None:
@@ -109,6 +121,7 @@ class DeviceMeshSampler:
             "batches_per_epoch": self.batches_per_epoch,
             "shuffle": self._shuffle,
             "seed": self._seed,
+            "data_id": self._data_id,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,12 +134,37 @@ class DeviceMeshSampler:
         Raises:
             LoaderStateError: a position saved under other settings, whose rows would not be the ones left, or not a position at all.
         """
-        own = self._settings()
-        if missing := [name for name in ("epoch", "batch", *own) if name not in state]:
-            raise LoaderStateError(f"the saved state of the data loader lacks {missing}")
-        if changed := {name: (state[name], value) for name, value in own.items() if state[name] != value}:
-            told = ", ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items())
-            raise LoaderStateError(f"the saved state of the data loader belongs to other settings: {told}; build it as it was, or start anew")
+        check_state(state, ("epoch", "batch"), self._settings())
         if state["epoch"] < 0 or not 0 <= state["batch"] < self.batches_per_epoch:
             raise LoaderStateError(f"the saved state of the data loader is damaged: epoch {state['epoch']}, batch {state['batch']}")
         self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+
+
+def check_smallest(smallest: int, batch_size: int, min_batch_size: int | None, mesh: DeviceMesh | None) -> None:
+    """Refuses settings under which a data rank may get nothing. smallest: the fewest rows of a global batch, before it is filled up.
+
+    Raises:
+        DatasetError: see `DeviceMeshSampler`.
+    """
+    if min_batch_size is not None and not 1 <= min_batch_size <= batch_size:
+        raise DatasetError(f"min_batch_size is {min_batch_size}; it must lie between 1 and batch_size, {batch_size}, or be None")
+    fewest = max(smallest, min_batch_size or 0)
+    if mesh is not None and fewest < mesh.data_world_size:
+        what = "batch_size is" if fewest == batch_size else "the last batch of an epoch has"
+        raise DatasetError(
+            f"{what} {fewest}, less than the {mesh.data_world_size} data ranks of the mesh: some would get nothing; "
+            f"raise batch_size, set drop_last=True, or min_batch_size={mesh.data_world_size}"
+        )
+
+
+def check_state(state: dict[str, Any], position: Iterable[str], settings: dict[str, Any]) -> None:
+    """Refuses a saved state that lacks a field of the position, or belongs to other settings.
+
+    Raises:
+        LoaderStateError: names what is missing or what differs.
+    """
+    if missing := [name for name in (*position, *settings) if name not in state]:
+        raise LoaderStateError(f"the saved state of the data loader lacks {missing}")
+    if changed := {name: (state[name], value) for name, value in settings.items() if state[name] != value}:
+        told = ", ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items())
+        raise LoaderStateError(f"the saved state of the data loader belongs to other settings: {told}; build it as it was, or start anew")

@@ -211,4 +211,7 @@ def append_context(feature: InputFeature, tokens: Sequence[int]) -> InputFeature
 def _continue_positions(feature: InputFeature, size: int) -> NDArray[np.int64] | None:
     if feature.position_ids is None:
         return None
-    return np.concatenate([feature.position_ids, feature.position_ids[-1] + 1 + np.arange(size)])
+    # Text that follows an image begins, on every axis, after the largest position of any.
+    last = feature.position_ids[-1] if feature.position_ids.ndim == 1 else feature.position_ids.max()
+    new = np.broadcast_to(last + 1 + np.arange(size), (*feature.position_ids.shape[:-1], size))
+    return np.concatenate([feature.position_ids, new], axis=-1)

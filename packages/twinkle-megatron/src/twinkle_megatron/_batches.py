@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from twinkle_data import Batch, InputFeature
-from twinkle_train import InputError, num_micro_batches
+from twinkle_data import Batch
+from twinkle_train import InputError, Row, num_micro_batches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +66,7 @@ def make_micro_batches(
     return micro_batches + [replace(micro_batches[-1], is_filler=True)] * (-len(micro_batches) % multiple_of)
 
 
-def check_features(features: Sequence[InputFeature], vocab_size: int) -> None:
+def check_features(features: Sequence[Row], vocab_size: int) -> None:
     """Refuses rows that would train silently wrong.
 
     Raises:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from twinkle_data import Batch, InputFeature, InputProcessor
+from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
-from twinkle_train import ComputeLoss, ConfigError, Inputs, OptimizerConfig, TokenOutputs, TrainerBase, init_process_group, split_micro_batches
+from twinkle_train import ComputeLoss, ConfigError, Inputs, OptimizerConfig, Row, TokenOutputs, TrainerBase, init_process_group, split_micro_batches
 
 from . import cpu
 from ._batches import check_features, make_micro_batches, pipeline_micro_batches
@@ -139,12 +139,12 @@ class MegatronTrainer(TrainerBase):
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
 
-    def _features(self, inputs: Inputs) -> list[InputFeature]:
+    def _features(self, inputs: Inputs) -> list[Row]:
         features = super()._features(inputs)
         check_features(features, self._hf_config.vocab_size)
         return features
 
-    def _micro_batches(self, features: list[InputFeature], micro_batch_size: int | None) -> list[Batch]:
+    def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
         if self._mesh.pp_size == 1:
             return super()._micro_batches(features, micro_batch_size)
         count = pipeline_micro_batches(len(features), micro_batch_size, self._mesh.pp_size)

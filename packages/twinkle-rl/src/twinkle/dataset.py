@@ -1,5 +1,5 @@
-"""Datasets under the documented name: `from twinkle.dataset import Dataset`."""
+"""Datasets under the documented names: `from twinkle.dataset import Dataset, PackingDataset`."""
 
-from twinkle_data import Dataset, task_dataset
+from twinkle_data import Dataset, IterablePackingDataset, PackingDataset, task_dataset
 
-__all__ = ["Dataset", "task_dataset"]
+__all__ = ["Dataset", "IterablePackingDataset", "PackingDataset", "task_dataset"]

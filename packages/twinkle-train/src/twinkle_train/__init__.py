@@ -2,7 +2,7 @@
 
 from ._advantages import GRPOAdvantage, group_advantages
 from ._collect import collect_model_output
-from ._contract import Inputs, TrainModel
+from ._contract import Inputs, Row, TrainModel
 from ._errors import (
     CallOrderError,
     ConfigError,
@@ -52,6 +52,7 @@ __all__ = [
     "ProcessGroupError",
     "ReduceGroups",
     "Reward",
+    "Row",
     "TokenOutputs",
     "Totals",
     "TrainError",

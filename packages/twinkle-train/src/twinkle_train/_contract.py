@@ -10,29 +10,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twinkle_data import InputFeature, InputProcessor, ModelOutput, Template, Trajectory
+from twinkle_data import InputFeature, InputProcessor, ModelOutput, PackedFeature, Template, Trajectory
 
 from ._loss import LossInput, LossOutput
 
-Inputs = Sequence[InputFeature] | Sequence[Trajectory]
+Row = InputFeature | PackedFeature
+"""An encoded row: one sequence, or several that do not see one another."""
+
+Inputs = Sequence[InputFeature] | Sequence[Row] | Sequence[Trajectory]
 """A batch: encoded rows, or conversations where a template was set."""
 
 
 class TrainModel(ABC):
     """A model in training, on one rank of its mesh. Every rank of the mesh calls the same methods in the same order.
 
-    What holds for all implementations, and is checked by `twinkle_train.testing.conformance`:
+        What holds for all implementations, and is checked by `twinkle_train.testing.conformance`:
 
-    - Every method takes this rank's share of the batch (remote dispatch or the data loader has sliced it).
-    - Losses, weights, metrics and norms are reduced over all ranks before they are returned: every layout gives one number.
-    - Gradients of the **sum** of the loss accumulate over calls; `clip_grad_norm` and `step` divide them once, by the global weight of
-      all calls. So the result does not depend on layout, micro-batch size, or how a batch is divided over calls.
+        - Every method takes this rank's share of the batch (remote dispatch or the data loader has sliced it).
+        - Losses, weights, metrics and norms are reduced over all ranks before they are returned: every layout gives one number.
+        - Gradients of the **sum** of the loss accumulate over calls; `clip_grad_norm` and `step` divide them once, by the global weight of
+          all calls. So the result does not depend on layout, micro-batch size, or how a batch is divided over calls.
+        - Results are one array a row. A packed row's has those of its sequences one after another, 0 at the first token of each. A trainer that
+      cannot keep sequences of a row apart refuses packed rows.
     - Log-probabilities are at each row's `temperature`: logits are divided by it before the log-softmax.
-    - `adapter_name` is compared exactly; '' is the base model. Adapters share no loss, optimizer, gradient or counter.
+        - `adapter_name` is compared exactly; '' is the base model. Adapters share no loss, optimizer, gradient or counter.
 
-    Order of calls (anything else is a CallOrderError that names the missing call):
-    set_loss, set_optimizer, then any number of (forward, calculate_loss, backward) or forward_backward, then at most one clip_grad_norm, step,
-    zero_grad, and lr_step; `clip_grad_and_step` is these four. `forward_only` may come anywhere and disturbs nothing.
+        Order of calls (anything else is a CallOrderError that names the missing call):
+        set_loss, set_optimizer, then any number of (forward, calculate_loss, backward) or forward_backward, then at most one clip_grad_norm, step,
+        zero_grad, and lr_step; `clip_grad_and_step` is these four. `forward_only` may come anywhere and disturbs nothing.
     """
 
     @abstractmethod

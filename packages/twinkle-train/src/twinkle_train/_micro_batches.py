@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinkle_data import IGNORE_INDEX, Batch, InputFeature
+from twinkle_data import IGNORE_INDEX, Batch, PackedFeature
 
+from ._contract import Row
 from ._errors import ConfigError, InputError
 from ._loss import LossInput
 
@@ -33,7 +34,7 @@ def num_micro_batches(num_rows: int, micro_batch_size: int | None) -> int:
     return -(-num_rows // micro_batch_size)
 
 
-def split_micro_batches(inputs: Sequence[InputFeature], micro_batch_size: int | None = None, *, count: int | None = None) -> list[list[InputFeature]]:
+def split_micro_batches(inputs: Sequence[Row], micro_batch_size: int | None = None, *, count: int | None = None) -> list[list[Row]]:
     """The rows in order, in micro-batches of at most `micro_batch_size` rows; all in one when it is None.
 
     count: make exactly that many instead (at least as many as needed), of nearly equal size: data ranks whose models talk to one another
@@ -58,8 +59,10 @@ def split_micro_batches(inputs: Sequence[InputFeature], micro_batch_size: int | 
     return [rows[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def untrained(feature: InputFeature) -> InputFeature:
+def untrained(feature: Row) -> Row:
     """The same row with no token trained on."""
+    if isinstance(feature, PackedFeature):
+        return PackedFeature(features=[replace(one, labels=np.full(len(one), IGNORE_INDEX, dtype=np.int64)) for one in feature.features])
     return replace(feature, labels=np.full(len(feature.input_ids), IGNORE_INDEX, dtype=np.int64))
 
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinkle_data import Batch, InputFeature, InputProcessor, ModelOutput, Template, Trajectory
+from twinkle_data import Batch, InputFeature, InputProcessor, ModelOutput, PackedFeature, Template, Trajectory
 
-from ._contract import Inputs, TrainModel
+from ._contract import Inputs, Row, TrainModel
 from ._errors import CallOrderError, ConfigError, InputError
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
@@ -59,7 +59,8 @@ class TrainerBase(TrainModel):
 
     groups: over which ranks totals are reduced. processor: the collator; its alignment must be a multiple of `alignment`.
     has_graph: whether `_forward` can keep a graph (False for pipelines). equal_micro_batches: whether data ranks must run equally many
-    micro-batches (expert parallel and sharded models do, since they communicate inside the model).
+    micro-batches (expert parallel and sharded models do, since they communicate inside the model). packed_rows: whether the engine keeps
+    the sequences of one row apart (`Batch.sequence_ids`, `Batch.cu_seq_lens`); without it packed rows and padding-free batches are refused.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class TrainerBase(TrainModel):
         alignment: int = 1,
         has_graph: bool = True,
         equal_micro_batches: bool = False,
+        packed_rows: bool = False,
     ) -> None:
         self._groups = groups
         self._alignment = alignment
         self._has_graph = has_graph
         self._equal_micro_batches = equal_micro_batches
+        self._packed_rows = packed_rows
         self._template: Template | None = None
         self._states: dict[str, TrainState[PendingForward]] = {"": TrainState()}
         self.set_processor(processor)
@@ -276,6 +279,8 @@ class TrainerBase(TrainModel):
         self._state(adapter_name)
         if processor.alignment % self._alignment:
             raise ConfigError(f"this layout needs rows aligned to {self._alignment} tokens, the processor aligns to {processor.alignment}")
+        if processor.padding_free and not self._packed_rows:
+            raise ConfigError(f"{type(self).__name__} does not keep the sequences of one row apart: set padding_free=False")
         self._processor = processor
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
@@ -293,20 +298,22 @@ class TrainerBase(TrainModel):
     def _state(self, adapter_name: str) -> TrainState[PendingForward]:
         return state_of(self._states, adapter_name)
 
-    def _features(self, inputs: Inputs) -> list[InputFeature]:
-        features: list[InputFeature] = []
+    def _features(self, inputs: Inputs) -> list[Row]:
+        features: list[Row] = []
         for row in inputs:
             if isinstance(row, Trajectory):
                 if self._template is None:
                     raise CallOrderError("a Trajectory needs a chat template to be encoded: call set_template first, or give InputFeatures")
                 features.append(self._template.encode(row))
-            elif isinstance(row, InputFeature):
+            elif isinstance(row, PackedFeature) and not self._packed_rows:
+                raise InputError(f"{type(self).__name__} does not keep the sequences of one row apart: give one sequence a row, not packed ones")
+            elif isinstance(row, (InputFeature, PackedFeature)):
                 features.append(row)
             else:
-                raise InputError(f"a trainer takes InputFeature or Trajectory, got {type(row).__name__}")
+                raise InputError(f"a trainer takes InputFeature, PackedFeature or Trajectory, got {type(row).__name__}")
         return features
 
-    def _micro_batches(self, features: list[InputFeature], micro_batch_size: int | None) -> list[Batch]:
+    def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
         count: int | None = None
         if self._equal_micro_batches:
             (largest,) = reduce_max([num_micro_batches(len(features), micro_batch_size)], self._groups)

@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch, InputProcessor
 
-from .._errors import CallOrderError, ConfigError
+from .._errors import CallOrderError, ConfigError, InputError
 from .._optimizer import OptimizerConfig, build_torch_optimizer
 from .._totals import ReduceGroups
 from .._trainer import ComputeLoss, TokenOutputs, TrainerBase
+from ._attention import PER_SEQUENCE, register_per_sequence
 
 
 class ReferenceTrainer(TrainerBase):
     """The trainer contract on a Hugging Face model with nothing parallel, nothing fused and nothing remote.
+
+    Packed rows and padding-free batches (`set_processor(InputProcessor(padding_free=True, ...))`) attend sequence by sequence.
 
     model_id: a folder with a Hugging Face checkpoint. dtype: of the weights; float64 gives a yardstick for rounding errors.
 
@@ -36,22 +39,21 @@ class ReferenceTrainer(TrainerBase):
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         # eager: attention written out, so that nothing of the reference is a fused kernel.
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        register_per_sequence()
         self._device = torch.device(device)
         self._model.to(self._device)
         self._folder = folder
         self._optimizer: torch.optim.Optimizer | None = None
-        super().__init__(groups=ReduceGroups(), processor=InputProcessor(pad_token_id=self._tokenizer.pad_token_id or 0))
+        super().__init__(groups=ReduceGroups(), processor=InputProcessor(pad_token_id=self._tokenizer.pad_token_id or 0), packed_rows=True)
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
         def tensor(array: NDArray[np.generic]) -> torch.Tensor:
             return torch.as_tensor(array, device=self._device)
 
-        padded_left = not batch.valid[:, 0].all()
         logits_BTV = self._model(
             input_ids=tensor(batch.input_ids),
             position_ids=tensor(batch.position_ids),
-            # Padding on the right is invisible to causal attention; and a mask of ones would hide document boundaries.
-            attention_mask=tensor(batch.valid) if padded_left else None,
+            **self._attention(batch),
             # transformers 5.19 attends across packed documents when a cache is made.
             use_cache=False,
         ).logits
@@ -59,6 +61,18 @@ class ReferenceTrainer(TrainerBase):
         logprobs_BT = all_logprobs_BTV.gather(-1, tensor(batch.targets)[..., None])[..., 0]
         entropy_BT = -(all_logprobs_BTV.detach().exp() * all_logprobs_BTV.detach()).sum(-1)
         return TokenOutputs(logprobs_BT, entropy_BT)
+
+    def _attention(self, batch: Batch) -> dict[str, Any]:
+        """The model's arguments that tell what attends to what."""
+        self._model.config._attn_implementation = PER_SEQUENCE if batch.is_packed else "eager"
+        if not batch.is_packed:
+            # Padding on the right is invisible to causal attention; and a mask of ones would hide document boundaries.
+            return {"attention_mask": None if batch.valid[:, 0].all() else torch.as_tensor(batch.valid, device=self._device)}
+        config = self._model.config
+        others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+        if others:
+            raise InputError(f"packed rows need full attention in all layers, which keeps sequences apart; {self._folder} has {others}")
+        return {"attention_mask": None, "cu_seq_lens_q": torch.as_tensor(batch.cu_seq_lens)}
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
         kept: list[TokenOutputs] = []

@@ -1,0 +1,156 @@
+"""Prompts whose completions all have one reward teach nothing; they are replaced, or tried again (dynamic sampling of DAPO, arXiv 2503.14476)."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._errors import DatasetError, NoSignalError
+from ._loader import DataLoader
+from ._sampling import SampleResponse
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroup:
+    """A prompt with its completions. row: as the loader gave it; rewards: one a sequence of the response; attempts: how often it was sampled."""
+
+    row: Any
+    response: SampleResponse
+    rewards: Sequence[float]
+    attempts: int = 1
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards differ, so that advantages within the group are not all 0."""
+        return max(self.rewards) > min(self.rewards)
+
+
+class RetrySampler:
+    """Batches of prompts whose completions do not all have the same reward.
+
+    Each round samples as many prompts as are missing, so all completions of a batch come from the weights that `sample` used for it. Prompts
+    without signal wait, and come again once more than a batch of them do or no new ones are left, up to `max_attempts` times: later the policy
+    may do better or worse at them. When all prompts are used up, an unfinished last batch is left out.
+
+    Args:
+        prompts: a loader; its batches are taken apart.
+        sample: rows to one response each (`lambda rows: sampler.sample(encode(rows), params)`).
+        reward: rows and responses to the rewards of all sequences, one after another, as twinkle_train's rewards give them.
+        batch_size: prompts of a batch.
+        max_rounds: of sampling for one batch.
+        max_attempts: how often one prompt is sampled before it is left out.
+        when_short: what happens when the rounds are used up: 'error', or 'give' what there is (which may be nothing), also at the end.
+
+    Raises:
+        DatasetError: a number below 1.
+    """
+
+    def __init__(
+        self,
+        prompts: DataLoader,
+        sample: Callable[[list[Any]], Sequence[SampleResponse]],
+        reward: Callable[[Sequence[Any], Sequence[SampleResponse]], Sequence[float]],
+        *,
+        batch_size: int,
+        max_rounds: int = 8,
+        max_attempts: int = 1,
+        when_short: str = "error",
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("max_rounds", max_rounds), ("max_attempts", max_attempts)):
+            if value < 1:
+                raise DatasetError(f"{name} is {value}; it must be at least 1")
+        if when_short not in ("error", "give"):
+            raise DatasetError(f"when_short is {when_short!r}; it must be 'error' or 'give'")
+        self._loader, self._sample, self._reward = prompts, sample, reward
+        self._batch_size, self._max_rounds, self._max_attempts, self._when_short = batch_size, max_rounds, max_attempts, when_short
+        self._fresh: deque[Any] = deque()
+        self._again: deque[tuple[Any, int]] = deque()
+        self._batches: Iterator[Any] | None = None
+        self.num_sampled = 0
+        """How many prompts have been sampled so far."""
+        self.num_without_signal = 0
+        """How many of them had no signal."""
+
+    def __iter__(self) -> Iterator[list[PromptGroup]]:
+        """The batches, until the prompts are used up."""
+        while (batch := self.next()) is not None:
+            yield batch
+
+    def next(self) -> list[PromptGroup] | None:
+        """The next batch: `batch_size` groups with signal; None once all prompts have been used up.
+
+        Raises:
+            NoSignalError: too few groups had a signal.
+            DatasetError: `sample` or `reward` returned another number of things than were asked for.
+        """
+        groups: list[PromptGroup] = []
+        tried = 0
+        for _ in range(self._max_rounds):
+            drawn = self._draw(self._batch_size - len(groups))
+            if not drawn:
+                return groups if groups and self._when_short == "give" else None
+            tried += len(drawn)
+            for group in self._try(drawn):
+                if group.has_signal:
+                    groups.append(group)
+                elif group.attempts < self._max_attempts:
+                    self._again.append((group.row, group.attempts))
+            if len(groups) == self._batch_size:
+                return groups
+        if self._when_short == "give":
+            return groups
+        raise NoSignalError(
+            f"{len(groups)} of {tried} prompts had rewards that differ, {self._batch_size} are needed: the task is too easy or too hard for the "
+            "policy, or num_samples too small; raise max_rounds, or take fewer with when_short='give'"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the loader's, and the prompts that wait, as they are (JSON where the rows are)."""
+        return {"loader": self._loader.state_dict(), "fresh": list(self._fresh), "again": [list(entry) for entry in self._again]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up at a saved position.
+
+        Raises:
+            LoaderStateError: a position of a loader with other settings.
+        """
+        self._loader.load_state_dict(state["loader"])
+        self._fresh, self._again = deque(state["fresh"]), deque((row, attempts) for row, attempts in state["again"])
+        self._batches = None
+
+    def _try(self, drawn: list[tuple[Any, int]]) -> list[PromptGroup]:
+        rows = [row for row, _ in drawn]
+        responses = list(self._sample(rows))
+        if len(responses) != len(rows):
+            raise DatasetError(f"sample returned {len(responses)} responses for {len(rows)} prompts")
+        rewards = list(self._reward(rows, responses))
+        if len(rewards) != sum(len(response.sequences) for response in responses):
+            raise DatasetError(f"reward returned {len(rewards)} numbers for {sum(len(response.sequences) for response in responses)} sequences")
+        groups: list[PromptGroup] = []
+        start = 0
+        for (row, attempts), response in zip(drawn, responses, strict=True):
+            end = start + len(response.sequences)
+            groups.append(PromptGroup(row=row, response=response, rewards=rewards[start:end], attempts=attempts + 1))
+            start = end
+        self.num_sampled += len(groups)
+        self.num_without_signal += sum(not group.has_signal for group in groups)
+        return groups
+
+    def _draw(self, count: int) -> list[tuple[Any, int]]:
+        """The next prompts, and how often each has been sampled: new ones while there are, with those that wait in between."""
+        drawn: list[tuple[Any, int]] = []
+        while len(drawn) < count:
+            if len(self._again) > self._batch_size or (self._again and not self._refill()):
+                drawn.append(self._again.popleft())
+            elif self._refill():
+                drawn.append((self._fresh.popleft(), 0))
+            else:
+                break
+        return drawn
+
+    def _refill(self) -> bool:
+        """Whether there is a new prompt."""
+        if not self._fresh:
+            batches = self._batches = self._batches or iter(self._loader)
+            self._fresh.extend(next(batches, ()))
+        return bool(self._fresh)
