@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_group_larger_than_the_machine_is_refused_within_seconds(tmp_path):
     ranks = 100 * (os.cpu_count() or 1)
     start = time.monotonic()
-    done = twinkle("grpo", *SMALL, "--actor.tp", str(ranks), "--run-dir", "run", cwd=tmp_path, timeout_s=60)
+    done = twinkle("grpo", *SMALL, "--actor.dp", str(ranks), "--prompts-per-step", str(ranks), "--run-dir", "run", cwd=tmp_path, timeout_s=60)
     assert done.status == 1
     assert "Traceback" not in done.output
     assert f"device group 'actor' needs {ranks} CPU processes, but only" in done.output
