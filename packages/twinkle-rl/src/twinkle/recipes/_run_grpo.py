@@ -67,13 +67,12 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     say(console, draw_layout(layout))
     say(console, f"run folder: {folder.path}")
     record = _Record()
-    with PeakMemory() as memory, Progress(config.steps, console) as progress:
+    with running(config.runtime, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
         model = starting_checkpoint(config, task, folder)
         check_trainer(model, layout)
-        with running(config.runtime, layout):
-            progress.say("starting the actor and the sampler")
-            checks = _run(config, layout, model, task, folder, progress, record)
-            memory.sample()
+        progress.say("starting the actor and the sampler")
+        checks = _run(config, layout, model, task, folder, progress, record)
+        memory.sample()
         summary = _summary(config, record, checks, time.perf_counter() - started, memory.peak_bytes)
     _finish(folder, record, summary, console)
     return folder.path
