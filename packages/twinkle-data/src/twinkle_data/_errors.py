@@ -6,6 +6,7 @@ DataError
 |-- LoaderStateError (ValueError)     a saved position that belongs to another loader
 |-- TemplateError (ValueError)        a chat template that cannot render, or cannot be masked exactly
 |   `-- SequenceTooLongError          a row longer than `max_length`
+|-- WorkerError (RuntimeError)        a worker process that dies, fails, or does not answer in time
 `-- MissingExtraError (ImportError)   an optional dependency that is not installed
 """
 
@@ -32,6 +33,10 @@ class TemplateError(DataError, ValueError):
 
 class SequenceTooLongError(TemplateError):
     """An encoded row is longer than `max_length`, and the template's truncation is 'error' or 'drop'."""
+
+
+class WorkerError(DataError, RuntimeError):
+    """A worker process that died, failed in a way that nobody foresaw, or did not answer in time. The message says which work it was at."""
 
 
 class MissingExtraError(DataError, ImportError):
