@@ -133,7 +133,7 @@ class InputFeature:
 
 def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(value)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
+    if array.size and array.dtype.kind not in "iu":
         raise FormatError(f"InputFeature.{name} must hold integers, not {array.dtype}")
     return array.astype(np.int64, copy=False)
 

@@ -133,16 +133,17 @@ def _dead(process: Any, what: str) -> None:
 def _serve(pipe: Any, packed: bytes) -> None:
     # One core a process: the tokenizer's own threads would only compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    job = pickle.loads(packed)
+    job: Job | None = None
     while True:
         try:
             rows, first = pipe.recv()
         except EOFError:
             return
         try:
+            job = job or pickle.loads(packed)
             answer = False, job(rows, first)
         except Exception as error:  # whatever it is, it is raised where the rows are awaited
-            answer = True, (error if isinstance(error, DataError) else WorkerError(repr(error)), traceback.format_exc())
+            answer = True, (error if isinstance(error, DataError) else WorkerError(f"in a worker process: {error!r}"), traceback.format_exc())
         pipe.send(answer)
 
 

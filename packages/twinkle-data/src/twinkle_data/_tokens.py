@@ -21,6 +21,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._tails: dict[tuple[str, str], list[int]] = {}
+        self._marker_ids: dict[str, int] = {}
 
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -67,14 +68,19 @@ class ChatTokenizer:
         """Where each marker of the text is among the tokens; without those that occur another number of times there."""
         places: dict[str, NDArray[np.int64]] = {}
         for marker in markers:
-            indices = np.flatnonzero(ids == self._tokenizer.convert_tokens_to_ids(marker))
+            if marker not in self._marker_ids:
+                self._marker_ids[marker] = self._tokenizer.convert_tokens_to_ids(marker)  # pyright: ignore[reportArgumentType] # of one token
+            indices = np.flatnonzero(ids == self._marker_ids[marker])
             if len(indices) and len(indices) == text.count(marker):
                 places[marker] = indices
         return places
 
     def _clean_cut(self, text: str, ids: NDArray[np.int64], cut: int, places: dict[str, NDArray[np.int64]]) -> int | None:
         """The index of the first token after a cut (a character index); None where it cannot be told, or a token straddles the cut."""
-        last, marker = max(((text.rfind(marker, 0, cut), marker) for marker in places), default=(-1, ""))
+        last, marker = -1, ""
+        for candidate in places:
+            if (found := text.rfind(candidate, max(0, last), cut)) > last:
+                last, marker = found, candidate
         if last < 0:
             return None
         first = int(places[marker][text.count(marker, 0, cut) - 1]) + 1
