@@ -149,19 +149,19 @@ def test_truncated_last_line(write, lazy):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
 def test_utf_16_file(write, encoding):
     mark = b"" if encoding == "utf-16" else b"\xfe\xff"
-    with pytest.raises(DatasetError, match="is a UTF-16 file; make it UTF-8, e.g. iconv"):
+    with pytest.raises(DatasetError, match=r"is a UTF-16 file; make it UTF-8, e.g. iconv"):
         Dataset(write(mark + ROW.encode(encoding)))
 
 
 def test_gzip_file_by_name_and_one_that_was_cut_off(write):
     packed = gzip.compress(f"{ROW}\n{ROW}\n".encode())
     assert len(Dataset(write(packed, "rows.jsonl.gz"))) == 2
-    with pytest.raises(DatasetError, match="cannot read .*rows.jsonl.gz"):
+    with pytest.raises(DatasetError, match=r"cannot read .*rows.jsonl.gz"):
         Dataset(write(packed[:-20], "rows.jsonl.gz"))
 
 
 def test_csv_with_quoted_newlines(write):
-    content = 'prompt,completion\r\n"Hello,\nyou","He said ""Yes.""\r\n"\r\n\r\nHow?,So.\r\nlonely\r\n'.encode()
+    content = b'prompt,completion\r\n"Hello,\nyou","He said ""Yes.""\r\n"\r\n\r\nHow?,So.\r\nlonely\r\n'
     dataset = Dataset(write(content, "rows.csv"), on_error="skip")
     assert [said(dataset, index) for index in (0, 1)] == [["Hello,\nyou", 'He said "Yes."\r\n'], ["How?", "So."]]
     assert dataset.where(1).endswith("rows.csv, line 6)")

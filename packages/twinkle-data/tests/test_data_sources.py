@@ -84,7 +84,7 @@ def test_parquet_and_saved_datasets(tmp_path):
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "train.jsonl").write_text(lines(*rows))
     assert len(Dataset.from_hub(str(tmp_path / "files"), split="train")) == 1
-    with pytest.raises(DatasetError, match="is none that datasets.save_to_disk wrote"):
+    with pytest.raises(DatasetError, match=r"is none that datasets.save_to_disk wrote"):
         Dataset(tmp_path / "files")
 
 

@@ -137,7 +137,7 @@ def make(factor, offset=0):
 def test_functions_are_told_apart_by_what_they_do(tmp_path):
     def kept(fn):
         Dataset([1, 2]).map(fn, cache_dir=tmp_path)
-        return len([path for path in tmp_path.iterdir()])
+        return len(list(tmp_path.iterdir()))
 
     assert [kept(make(2)), kept(make(2)), kept(make(3)), kept(make(2, 1)), kept(lambda row: row), kept(lambda row: row + 1)] == [1, 1, 2, 3, 4, 5]
     lock = open(os.devnull)  # noqa: SIM115
@@ -149,7 +149,7 @@ def test_an_interrupted_or_damaged_cache_does_not_count(tmp_path):
     def fails(row):
         raise ValueError(row)
 
-    with pytest.raises(DatasetError, match="row 0: .*fails failed"):
+    with pytest.raises(DatasetError, match=r"row 0: .*fails failed"):
         Dataset([1]).map(fails, cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
     Dataset([1]).map(str, cache_dir=tmp_path)

@@ -240,10 +240,10 @@ def _message(message: Any, index: int) -> Message:
     for key in ("role", "content"):
         if key not in message and not (key == "content" and message.get("tool_calls")):
             raise FormatError(f"Trajectory.messages[{index}] has no {key!r} (it has: {', '.join(map(repr, message))})")
-    given = message
+    given: dict[str, Any] = dict(message)
     if not _KNOWN_SET.issuperset(message) or len(message) > 2:
         # Tables of one schema for all rows (Arrow) write None for what a message has not.
-        given = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
+        given = {key: value for key, value in given.items() if value is not None or key in ("role", "content")}
         if unknown := [key for key in given if key not in _KNOWN_SET]:
             raise FormatError(f"Trajectory.messages[{index}] has unknown fields {unknown}; a message has {', '.join(_KNOWN)}")
     try:

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, get_context
-from typing import Any
+from typing import Any, NoReturn
 
 from ._errors import DataError, DatasetError, WorkerError
 from ._rows import part
@@ -122,7 +122,7 @@ def _receive(pipe: Any, process: Any, what: str) -> Any:
     return value
 
 
-def _dead(process: Any, what: str) -> None:
+def _dead(process: Any, what: str) -> NoReturn:
     process.join(5)
     raise WorkerError(
         f"{what}: a worker process ended with exit code {process.exitcode} before its work was done (a negative code is a signal; -9 is often a "
@@ -133,7 +133,7 @@ def _dead(process: Any, what: str) -> None:
 def _serve(pipe: Any, packed: bytes) -> None:
     # One core a process: the tokenizer's own threads would only compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    job: Job | None = None
+    job: Any = None
     while True:
         try:
             rows, first = pipe.recv()

@@ -39,7 +39,7 @@ class ChatRenderer:
             {"role": message.role, "content": message.content} if message.is_plain else _as_mapping(message, self._text_arguments(message))
             for message in messages
         ]
-        functions = [dict(tool) for tool in tools] or None
+        functions: Any = [dict(tool) for tool in tools] or None
         try:
             text = self._tokenizer.apply_chat_template(plain, tools=functions, tokenize=False, add_generation_prompt=add_generation_prompt)
         except (jinja2.TemplateError, TypeError, ValueError) as error:

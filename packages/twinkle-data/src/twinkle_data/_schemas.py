@@ -70,6 +70,7 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
     """
     if isinstance(row, (Trajectory, PreferencePair)):
         return row
+    known = {**_ROLES, **roles} if roles else _ROLES
     name = schema or detect_schema(row)
     if name is None:
         kind = f"its fields are {', '.join(map(repr, row)) or 'none'}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
@@ -79,7 +80,7 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
     row = {"text": row} if isinstance(row, str) else row
     if not isinstance(row, Mapping):
         raise FormatError(f"a {type(row).__name__} cannot be made a conversation; map it to a Trajectory or to a mapping with 'messages'")
-    return _CONVERT[name](row, {**_ROLES, **(roles or {})})
+    return _CONVERT[name](row, known)
 
 
 def _from_messages(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
@@ -173,6 +174,11 @@ def _messages(value: Any, field: str, roles: Mapping[str, str]) -> list[Message]
 
 
 def _openai_turn(turn: Any, field: str, roles: Mapping[str, str]) -> Message:
+    if type(turn) is dict and len(turn) == 2 and type(turn.get("content")) is str and type(turn.get("role")) is str and turn["role"] in roles:
+        try:
+            return Message(role=roles[turn["role"]], content=turn["content"])  # most turns
+        except FormatError as error:
+            raise FormatError(f"{field}: {error}") from None
     if not isinstance(turn, Mapping):
         raise FormatError(f"{field} must be a mapping with 'role' and 'content', not {type(turn).__name__}")
     fields = {key: value for key, value in turn.items() if value is not None}

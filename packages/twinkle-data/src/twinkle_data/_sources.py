@@ -130,13 +130,14 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
 def _hugging_face(what: object, load: Callable[[Any], Any]) -> Any:
     try:
         import datasets
+        from datasets.exceptions import DatasetGenerationError
     except ModuleNotFoundError as error:
         if error.name != "datasets":
             raise
         raise MissingExtraError(f"reading {what} needs the datasets library: pip install 'twinkle-data[hf]'") from error
     try:
         return load(datasets)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+    except (OSError, ValueError, DatasetGenerationError) as error:
         raise DatasetError(f"cannot read {what}: {error}") from error
 
 

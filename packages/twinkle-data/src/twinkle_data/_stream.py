@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from ._dataset import Dataset, mix_rows
 from ._errors import DatasetError
@@ -100,6 +100,12 @@ def _stream(stage: Stage) -> IterableDataset:
     return made
 
 
+@overload  # a call without any dataset, in which the two overlap, is refused
+def mix(  # pyright: ignore[reportOverlappingOverload]
+    *datasets: Dataset, weights: Iterable[float] | None = ..., seed: int = ..., stop: str = ...
+) -> Dataset: ...
+@overload
+def mix(*datasets: Dataset | IterableDataset, weights: Iterable[float] | None = ..., seed: int = ..., stop: str = ...) -> IterableDataset: ...
 def mix(
     *datasets: "Dataset | IterableDataset", weights: Iterable[float] | None = None, seed: int = 0, stop: str = "first"
 ) -> "Dataset | IterableDataset":

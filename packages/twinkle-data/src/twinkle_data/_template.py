@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Truncation = Literal["error", "left", "right", "split", "drop"]
 _TRUNCATIONS = ("error", "left", "right", "split", "drop")
 # Rows that are tokenised in one call. More gain nothing, and their texts and tokens would have to be held together.
-_BATCH = 64
+_BATCH = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
