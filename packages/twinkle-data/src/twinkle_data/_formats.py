@@ -4,6 +4,7 @@ Every record is a frozen, keyword-only dataclass that checks itself when it is m
 Shape suffix: T tokens of a sequence.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +115,7 @@ class InputFeature:
                 raise FormatError(
                     f"InputFeature.{name}[0] is {value[0]}, but nothing precedes token 0: {name}[t] belongs to input_ids[t], index 0 is 0"
                 )
-        if not isinstance(self.temperature, (int, float)) or not np.isfinite(self.temperature) or self.temperature <= 0:
+        if not isinstance(self.temperature, (int, float)) or not math.isfinite(self.temperature) or self.temperature <= 0:
             raise FormatError(f"InputFeature.temperature must be a finite number above 0, not {self.temperature!r}")
         check_user_data("InputFeature", self.user_data)
 

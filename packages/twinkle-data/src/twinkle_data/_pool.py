@@ -35,7 +35,7 @@ def run_chunks(rows: Sequence[Any], job: Job, *, what: str, num_proc: int, progr
         WorkerError: a process that died, or gave nothing in time. What a job raises is raised here, with its traceback as a note.
     """
     size = len(rows)
-    step = max(1, min(_MOST_ROWS, -(-size // (num_proc * 8))))
+    step = _MOST_ROWS if num_proc <= 1 else max(1, min(_MOST_ROWS, -(-size // (num_proc * 8))))
     starts = range(0, size, step)
     show = _ProgressLine(what) if progress is True else (progress or None)
     if num_proc <= 1 or size == 0:

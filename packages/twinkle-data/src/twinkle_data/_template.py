@@ -1,6 +1,7 @@
 """From conversations to tokens, with masks that cover exactly what the assistant wrote."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,9 @@ class _Rendered:
     text: str
     spans: list[Span]
     trajectory: Trajectory
+
+
+_Batch = list["_Rendered | DataError"]
 
 
 class Template:
@@ -112,7 +116,7 @@ class Template:
                 tokens cannot be told from the rest.
             SequenceTooLongError: more than `max_length` tokens, and truncation is 'error', 'split' or 'drop'.
         """
-        feature = self._encoded([self._trajectory(trajectory)], add_generation_prompt)[0]
+        feature = next(self._encoded([self._trajectory(trajectory)], add_generation_prompt))
         if isinstance(feature, DataError):
             raise feature
         return self._one(feature)
@@ -136,12 +140,11 @@ class Template:
     ) -> "list[list[InputFeature] | DataError]":
         """For each trajectory its features (one; none or several as `truncation` says), or the error that it failed with."""
         results: list[list[InputFeature] | DataError] = []
-        for first in range(0, len(trajectories), _BATCH):
-            for feature in self._encoded(list(map(self._trajectory, trajectories[first : first + _BATCH])), add_generation_prompt):
-                try:
-                    results.append(feature if isinstance(feature, DataError) else self._fit(feature))
-                except SequenceTooLongError as error:
-                    results.append(error)
+        for feature in self._encoded(list(map(self._trajectory, trajectories)), add_generation_prompt):
+            try:
+                results.append(feature if isinstance(feature, DataError) else self._fit(feature))
+            except SequenceTooLongError as error:
+                results.append(error)
         return results
 
     def encode_pair(self, pair: PreferencePair) -> tuple[InputFeature, InputFeature]:
@@ -213,22 +216,38 @@ class Template:
             return trajectory
         return replace(trajectory, messages=(self._system, *trajectory.messages))
 
-    def _encoded(self, trajectories: Sequence[Trajectory], add_generation_prompt: bool) -> list[InputFeature | DataError]:
-        """Each trajectory as a feature of any length, or the error that it failed with. All are tokenised in one call."""
-        rendered: list[_Rendered | DataError] = []
-        for trajectory in trajectories:
-            try:
-                rendered.append(self._render(trajectory, add_generation_prompt))
-            except DataError as error:
-                rendered.append(error)
-        tokens = iter(self._tokens.tokenize_all([one.text for one in rendered if isinstance(one, _Rendered)]))
-        results: list[InputFeature | DataError] = []
-        for one in rendered:
-            try:
-                results.append(one if isinstance(one, DataError) else self._feature(one, next(tokens), add_generation_prompt))
-            except DataError as error:
-                results.append(error)
-        return results
+    def _encoded(self, trajectories: Sequence[Trajectory], add_generation_prompt: bool) -> Iterator[InputFeature | DataError]:
+        """Each trajectory as a feature of any length, or the error that it failed with."""
+        batches = ([self._rendered(one, add_generation_prompt) for one in batch] for batch in _batches(trajectories))
+        for rendered, tokens in self._tokenized(batches, ahead=len(trajectories) > _BATCH):
+            found = iter(tokens)
+            for one in rendered:
+                try:
+                    yield one if isinstance(one, DataError) else self._feature(one, next(found), add_generation_prompt)
+                except DataError as error:
+                    yield error
+
+    def _tokenized(self, batches: Iterator[_Batch], ahead: bool) -> Iterator[tuple[_Batch, list[list[int]]]]:
+        """Each batch with its tokens. `ahead`: a batch is tokenised, which needs no Python, while those around it are worked at."""
+        if not ahead:
+            for batch in batches:
+                yield batch, self._tokens.tokenize_all(_texts(batch))
+            return
+        with ThreadPoolExecutor(1, "twinkle-tokenize") as thread:
+            before: tuple[_Batch, Future[list[list[int]]]] | None = None
+            for batch in batches:
+                following = batch, thread.submit(self._tokens.tokenize_all, _texts(batch))
+                if before is not None:
+                    yield before[0], before[1].result()
+                before = following
+            if before is not None:
+                yield before[0], before[1].result()
+
+    def _rendered(self, trajectory: Trajectory, add_generation_prompt: bool) -> "_Rendered | DataError":
+        try:
+            return self._render(trajectory, add_generation_prompt)
+        except DataError as error:
+            return error
 
     def _render(self, trajectory: Trajectory, add_generation_prompt: bool) -> _Rendered:
         messages = trajectory.messages
@@ -293,6 +312,14 @@ class Template:
         if self.truncation in ("split", "drop"):
             advice = f"with truncation={self.truncation!r} use batch_encode or Dataset.encode, where a row may become several or none"
         raise SequenceTooLongError(f"{len(feature)} tokens, max_length is {self.max_length}: {advice}")
+
+
+def _batches(trajectories: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:
+    return (trajectories[first : first + _BATCH] for first in range(0, len(trajectories), _BATCH))
+
+
+def _texts(batch: _Batch) -> list[str]:
+    return [one.text for one in batch if isinstance(one, _Rendered)]
 
 
 def _is_trained(feature: InputFeature) -> bool:
