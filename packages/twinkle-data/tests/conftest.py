@@ -51,6 +51,94 @@ REWRITING = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
+GEMMA = """
+{{- bos_token -}}
+{%- if messages[0]['role'] == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}
+{%- for message in messages -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') -}}
+{%- endif -%}
+{%- if message['role'] == 'assistant' -%}
+{{- '<start_of_turn>model\n' -}}{% generation %}{{- message['content'] | trim + '<end_of_turn>' -}}{% endgeneration %}{{- '\n' -}}
+{%- else -%}{{- '<start_of_turn>' + message['role'] + '\n' + message['content'] | trim + '<end_of_turn>\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
+"""
+# Like DeepSeek-V3's: no line breaks around roles, arguments of calls joined as text, calls told from texts by `content is none`.
+DEEPSEEK = """
+{%- set ns = namespace(is_tool=false, system='') -%}
+{%- for message in messages if message['role'] == 'system' -%}{%- set ns.system = ns.system + message['content'] -%}{%- endfor -%}
+{{- bos_token -}}{{- ns.system -}}
+{%- for tool in tools or [] -%}{{- '\n## ' + tool['function']['name'] -}}{%- endfor -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{%- set ns.is_tool = false -%}{{- '<|User|>' + message['content'] -}}{%- endif -%}
+{%- if message['role'] == 'assistant' and message['content'] is none -%}
+{%- set ns.is_tool = false -%}
+{{- '<|Assistant|>' -}}{% generation %}
+{%- for call in message['tool_calls'] -%}
+{{- '<|call|>' + call['function']['name'] + '\n' + call['function']['arguments'] -}}
+{%- endfor -%}{{- eos_token -}}{% endgeneration %}
+{%- endif -%}
+{%- if message['role'] == 'assistant' and message['content'] is not none -%}
+{%- if not ns.is_tool -%}{{- '<|Assistant|>' -}}{%- endif -%}
+{%- set ns.is_tool = false -%}
+{% generation %}{{- message['content'].split('</think>')[-1] + eos_token -}}{% endgeneration %}
+{%- endif -%}
+{%- if message['role'] == 'tool' -%}{%- set ns.is_tool = true -%}{{- '<|output|>' + message['content'] + '<|outputs_end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and not ns.is_tool -%}{{- '<|Assistant|>' -}}{%- endif -%}
+"""
+# Like GLM-4's: nothing ends an assistant's turn but the token that opens the next one.
+GLM = """
+{{- '[gMASK]<sop>' -}}
+{%- if tools -%}{{- '<|system|>\n' -}}{%- for tool in tools -%}{{- tool | tojson -}}{%- endfor -%}{%- endif -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{- '<|assistant|>\n' -}}
+{%- if message.reasoning_content -%}{{- '<think>' + message.reasoning_content + '</think>\n' -}}{%- endif -%}
+{{- message['content'] or '' -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + call.function.name -}}
+{%- for key, value in call.function.arguments.items() -%}{{- '\n' + key + '=' + (value | tojson) -}}{%- endfor -%}{{- '</tool_call>' -}}
+{%- endfor -%}
+{%- elif message['role'] == 'tool' -%}{{- '<|observation|>\n' + message['content'] -}}
+{%- else -%}{{- '<|' + message['role'] + '|>\n' + message['content'] -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}
+"""
+# Like Qwen3's: tools in a system turn, calls and answers as JSON in tags, reasoning kept behind the last question only.
+QWEN3 = """
+{%- if tools -%}
+{{- '<|im_start|>system\n' -}}{%- if messages[0].role == 'system' -%}{{- messages[0].content + '\n\n' -}}{%- endif -%}
+{{- '<tools>' -}}{%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}{{- '\n</tools><|im_end|>\n' -}}
+{%- elif messages[0].role == 'system' -%}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' -}}
+{%- endif -%}
+{%- set ns = namespace(last=-1) -%}
+{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{- '<|im_start|>assistant\n' -}}
+{%- if message.reasoning_content and loop.index0 > ns.last -%}
+{{- '<think>\n' + message.reasoning_content.strip('\n') + '\n</think>\n\n' -}}
+{%- endif -%}
+{{- message.content if message.content is string else '' -}}
+{%- for call in message.tool_calls or [] -%}
+{%- if message.content or not loop.first -%}{{- '\n' -}}{%- endif -%}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{%- if call.function.arguments is string -%}{{- call.function.arguments -}}{%- else -%}{{- call.function.arguments | tojson -}}{%- endif -%}
+{{- '}\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- elif message.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- elif message.role != 'system' or not loop.first -%}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
 # How Llama 3 and Qwen cut text into words: line breaks stay together.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 FAMILIES = {
@@ -58,6 +146,10 @@ FAMILIES = {
     "llama3": (LLAMA3, "<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
     "mistral": (MISTRAL, "<s>", "</s>", ["[INST]", "[/INST]"]),
     "mistral-spm": (MISTRAL, "<s>", "</s>", []),
+    "gemma": (GEMMA, "<bos>", "<eos>", ["<start_of_turn>", "<end_of_turn>"]),
+    "deepseek": (DEEPSEEK, "<|begin|>", "<|end|>", ["<|User|>", "<|Assistant|>", "<|call|>", "<|output|>", "<|outputs_end|>"]),
+    "glm": (GLM, None, "<|endoftext|>", ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]),
+    "qwen3": (QWEN3, None, "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]),
     "rewriting": (REWRITING, None, "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]),
 }
 

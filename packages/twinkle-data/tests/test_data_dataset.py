@@ -53,8 +53,8 @@ def test_jsonl_rows_are_read_and_bad_lines_are_named(tmp_path):
         Dataset(path)
     with pytest.raises(DatasetError, match="there is no file"):
         Dataset(tmp_path / "absent.jsonl")
-    with pytest.raises(DatasetError, match=r"not a \.jsonl file"):
-        Dataset(tmp_path / "rows.csv")
+    with pytest.raises(DatasetError, match=r"not a \.jsonl file, nor one of"):
+        Dataset(tmp_path / "rows.xlsx")
 
 
 @pytest.mark.parametrize("source", [3, {"a": [1]}])
@@ -94,12 +94,14 @@ def test_encode_takes_trajectories_and_mappings_and_names_what_is_wrong(make_tok
     encoded = Dataset([Trajectory(messages=messages), {"messages": messages, "answer": "19"}]).encode(template, add_generation_prompt=True)
     assert encoded[0].input_ids.tolist() == encoded[1].input_ids.tolist()
     assert encoded[1].user_data == {"answer": "19"}
-    with pytest.raises(DatasetError, match=r"row 1: no field 'messages' \(the row has 'question'\); map the row"):
+    with pytest.raises(DatasetError, match=r"row 1: cannot tell what form of chat data this is \(its fields are 'question'\); map it"):
         list(Dataset([{"messages": messages}, {"question": "a"}]).encode(template))
-    with pytest.raises(DatasetError, match=r"row 0: Trajectory.messages\[0\] has no 'content'"):
+    with pytest.raises(DatasetError, match=r"row 0: messages\[0\]: no field 'content' \(the message has 'role'\)"):
         Dataset([{"messages": [{"role": "user"}]}]).encode(template)[0]
-    with pytest.raises(DatasetError, match="row 0: a str cannot be encoded"):
-        Dataset(["hello"]).encode(template, lazy=False)
+    with pytest.raises(DatasetError, match=r"row 1: no field 'messages' \(the row has 'question'\)"):
+        list(Dataset([{"messages": messages}, {"question": "a"}]).encode(template, schema="messages"))
+    with pytest.raises(DatasetError, match=r"row 0: cannot tell what form .* a int"):
+        Dataset([3]).encode(template, lazy=False)
 
 
 def test_encode_drops_or_reports_rows_that_are_too_long(make_tokenizer):

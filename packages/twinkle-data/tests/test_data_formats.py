@@ -73,7 +73,7 @@ def test_a_feature_refuses_fields_that_contradict_each_other(fields, message):
         ("hello", "must be a list of Message, not str"),
         ([{"role": "user"}], r"messages\[0\] has no 'content'"),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": None}], r"messages\[1\]: Message.content must be a string"),
-        ([{"role": "user", "content": "a", "name": "b"}], r"messages\[0\] has unknown fields \['name'\]"),
+        ([{"role": "user", "content": "a", "colour": "b"}], r"messages\[0\] has unknown fields \['colour'\]"),
         ([{"role": "user", "content": "a", "loss": True}], "is for assistant turns"),
         ([3], r"messages\[0\] must be a Message or a mapping, not int"),
     ],

@@ -22,7 +22,7 @@ from twinkle_data import (
     append_sample,
 )
 
-STRUCTURES = ["chatml", "llama3", "mistral", "mistral-spm"]
+STRUCTURES = ["chatml", "llama3", "mistral", "mistral-spm", "gemma", "deepseek"]
 # Text that neither begins nor ends with white space: no token straddles a border, and templates that trim change nothing.
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="<|>[]"), min_size=1, max_size=24)
 content = st.builds(lambda text: f"a{text}.", words)

@@ -1,36 +1,72 @@
 """Datasets: rows by index, transformed when they are read (or at once), with errors that say which row and which field."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ._errors import DataError, DatasetError, FormatError, SequenceTooLongError
-from ._formats import InputFeature, Trajectory
+from ._errors import DatasetError
+from ._pool import Progress
+from ._rows import Found, Joined, Mapped, RowName, Selected
+from ._schema_report import SchemaReport, report_schema
+from ._skipped import Skipped
+from ._sources import hub_rows, rows_of
+from ._streams import drawn
 from ._template import Template
+from ._transforms import ConvertRows, EncodeRows, FilterRows, MapRows, OnError, Transform, call, transformed
 
 
 class Dataset(Sequence[Any]):
     """Rows by index, over anything that has rows.
 
-    A dataset is immutable: `map`, `filter`, `encode`, `select` and `split` return new ones. By default they work lazily: a row is
-    transformed each time it is read; a filter looks at all rows once, when a length or a row is first asked for. With `lazy=False` all
-    rows are transformed at once and kept.
+    A dataset is immutable: `map`, `filter`, `encode`, `select` and their kin return new ones. By default they work lazily: a row is
+    transformed each time it is read; what leaves rows out looks at all of them once, when a length or a row is first asked for. With
+    `lazy=False` all rows are transformed at once and kept. The keywords of `map`, `filter`, `conversations` and `encode`:
+
+    - `lazy`: see above. The other keywords but `on_error` ask for work on all rows, and mean `lazy=False`.
+    - `on_error`: 'raise', or 'skip': rows that fail are left out, counted (`skipped`) and told in a warning.
+    - `num_proc`: worker processes. They are started anew, so functions must be importable (no lambdas), and a script starts its work
+      under `if __name__ == "__main__":`. Rows and their order are the same for any number.
+    - `progress`: True for a line on stderr, or a function of rows done and rows in all.
+    - `cache_dir`: a folder in which the result is kept, under a digest of the rows' content and of the function's code; the same work is
+      then not done again, in this process or a later one. Rows are read from there when they are asked for, so they take no memory.
+      None (the default): nothing is kept. Nothing is deleted from the folder, which must be trusted: it holds pickles.
+    - `timeout_s`: the longest wait for a chunk of rows from a worker process.
 
     Args:
-        source: a sequence (a list, a Hugging Face dataset), another iterable (read once, wholly, here), the path of a `.jsonl` file
-            (one JSON object a line), or a function without arguments that returns one of these.
+        source: a sequence (a list, a Hugging Face dataset), another iterable (read once, wholly, here), a function without arguments
+            that returns one of these, or a path: a `.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv` or `.parquet` file (also gzipped), a
+            pattern of such files ('data/*.jsonl'), or a folder that `datasets.save_to_disk` wrote.
+        lazy: keep the rows of JSON lines files on disk, and parse each when it is read (its errors then come at that time).
+        on_error: 'skip': leave out rows of a file that cannot be parsed, and count them.
 
     Raises:
-        DatasetError: a file that is absent or not `.jsonl`, a line that is not a JSON object, a source that has no rows to give.
+        DatasetError: a file that is absent, of another format, or not UTF-8; a row that cannot be parsed, with its line; a source that
+            has no rows to give.
+        MissingExtraError: Parquet files and saved datasets need the extra `hf`.
     """
 
-    def __init__(self, source: "Sequence[Any] | Iterable[Any] | str | Path | Callable[[], Any]") -> None:
-        self._rows: Any = _rows(source)
+    def __init__(
+        self,
+        source: "Sequence[Any] | Iterable[Any] | str | Path | Callable[[], Any]",
+        *,
+        lazy: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        rows = rows_of(source, lazy=lazy, skip_errors=_skips(on_error))
+        self._rows: Any = rows._rows if isinstance(rows, Dataset) else rows
+
+    @classmethod
+    def from_hub(cls, name: str, *, split: str | None = None, config: str | None = None, revision: str | None = None) -> "Dataset":
+        """A dataset of the Hugging Face hub by its name, or of a local folder of data files, by `datasets.load_dataset`.
+
+        Raises:
+            DatasetError: it cannot be loaded, or has several splits and none is named.
+            MissingExtraError: the datasets library is not installed.
+        """
+        return cls(hub_rows(name, split, config, revision, streaming=False))
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -49,24 +85,115 @@ class Dataset(Sequence[Any]):
         """The rows in order."""
         return (self[index] for index in range(len(self)))
 
-    def map(self, fn: Callable[[Any], Any], *, lazy: bool = True) -> "Dataset":
-        """The dataset of `fn(row)`. A failure in `fn` is a DatasetError that names the row, the function and the row's fields."""
-        return self._derived(_Mapped(self._rows, partial(_call, fn)), lazy)
+    @property
+    def skipped(self) -> Skipped:
+        """What the last step left out because of `on_error='skip'`."""
+        return getattr(self._rows, "skipped", None) or Skipped()
 
-    def filter(self, fn: Callable[[Any], bool], *, lazy: bool = True) -> "Dataset":
+    def where(self, index: int) -> str:
+        """What a row is called in errors: 'row 3', with the file and line where they are known."""
+        return str(RowName(self._rows, int(index) % max(len(self), 1)))
+
+    def inspect(self, *, limit: int | None = 1000) -> SchemaReport:
+        """Which forms of chat data the rows have, which fields, and what does not fit. Looks at the first `limit` rows; None: at all."""
+        return report_schema(self._rows, limit)
+
+    def map(
+        self,
+        fn: Callable[[Any], Any],
+        *,
+        lazy: bool = True,
+        on_error: OnError = "raise",
+        num_proc: int = 1,
+        progress: Progress = False,
+        cache_dir: str | Path | None = None,
+        timeout_s: float = 600,
+    ) -> "Dataset":
+        """The dataset of `fn(row)`. A failure in `fn` is a DatasetError that names the row, its line, the function and the row's fields."""
+        return self._work(MapRows(fn), "map", lazy, on_error, num_proc, progress, cache_dir, timeout_s)
+
+    def filter(
+        self,
+        fn: Callable[[Any], bool],
+        *,
+        lazy: bool = True,
+        on_error: OnError = "raise",
+        num_proc: int = 1,
+        progress: Progress = False,
+        cache_dir: str | Path | None = None,
+        timeout_s: float = 600,
+    ) -> "Dataset":
         """The rows for which `fn(row)` is true, in order. Failures are reported as in `map`."""
-        return self._derived(_Filtered(self._rows, partial(_call, fn)), lazy)
+        return self._work(FilterRows(fn), "filter", lazy, on_error, num_proc, progress, cache_dir, timeout_s)
 
-    def encode(self, template: Template, add_generation_prompt: bool = False, *, lazy: bool = True) -> "Dataset":
-        """The rows as `InputFeature`s. A row is a `Trajectory`, or a mapping with 'messages', whose other fields become `user_data`.
+    def conversations(
+        self,
+        schema: str | None = None,
+        *,
+        roles: Mapping[str, str] | None = None,
+        lazy: bool = True,
+        on_error: OnError = "raise",
+        num_proc: int = 1,
+        progress: Progress = False,
+        cache_dir: str | Path | None = None,
+        timeout_s: float = 600,
+    ) -> "Dataset":
+        """The rows as `Trajectory`s, preference pairs as `PreferencePair`s. Fields that are no part of the conversation become `user_data`.
 
-        With a template whose truncation is 'drop', rows that are too long are left out; all rows are then encoded once to find them.
-        Failures are DatasetErrors that name the row and, where one is missing or wrong, the field.
+        Args:
+            schema: 'messages' (OpenAI), 'sharegpt', 'alpaca', 'prompt_completion', 'question_answer' or 'preference': all rows must have
+                this form. None: each row has the form that its fields tell; see `inspect`.
+            roles: names of roles beside the usual ones, and what they mean: `roles={"customer": "user"}`.
+            lazy, on_error, num_proc, progress, cache_dir, timeout_s: see the class.
         """
-        encoded: Sequence[Any] = _Mapped(self._rows, partial(_encode, template, add_generation_prompt))
-        if template.truncation == "drop":
-            encoded = _Present(encoded)
-        return self._derived(encoded, lazy)
+        return self._work(ConvertRows(schema, roles), "conversations", lazy, on_error, num_proc, progress, cache_dir, timeout_s)
+
+    def encode(
+        self,
+        template: Template,
+        add_generation_prompt: bool = False,
+        *,
+        schema: str | None = None,
+        roles: Mapping[str, str] | None = None,
+        lazy: bool = True,
+        on_error: OnError = "raise",
+        num_proc: int = 1,
+        progress: Progress = False,
+        cache_dir: str | Path | None = None,
+        timeout_s: float = 600,
+    ) -> "Dataset":
+        """The rows as `InputFeature`s. A row is a `Trajectory`, a mapping of any form that `conversations` knows, or a plain text.
+
+        A preference pair becomes a tuple of two features (chosen, rejected). With a template whose truncation is 'drop' or 'split', rows
+        that are too long are left out or become several; all rows are then encoded once to find them. Failures are DatasetErrors that
+        name the row, its line and, where one is missing or wrong, the field.
+        """
+        transform = EncodeRows(template, add_generation_prompt, schema, roles)
+        return self._work(transform, "encode", lazy, on_error, num_proc, progress, cache_dir, timeout_s, template.truncation in ("drop", "split"))
+
+    def _work(
+        self,
+        transform: Transform,
+        what: str,
+        lazy: bool,
+        on_error: OnError,
+        num_proc: int,
+        progress: Progress,
+        cache_dir: str | Path | None,
+        timeout_s: float,
+        changes_length: bool = False,
+    ) -> "Dataset":
+        skip = _skips(on_error)
+        if num_proc < 1:
+            raise DatasetError(f"{what}: num_proc is {num_proc}; it must be at least 1")
+        if not lazy or num_proc > 1 or progress or cache_dir is not None:
+            options: Any = {"num_proc": num_proc, "progress": progress, "cache_dir": cache_dir, "timeout_s": timeout_s}
+            return Dataset(transformed(self._rows, transform, what=what, skip_errors=skip, **options))
+        if isinstance(transform, FilterRows):
+            return Dataset(Found(self._rows, transform.look, keep=False, skip_errors=skip))
+        if skip or changes_length:
+            return Dataset(Found(self._rows, transform.look, keep=True, skip_errors=skip))
+        return Dataset(Mapped(self._rows, _Only(transform)))
 
     def select(self, indices: Iterable[int]) -> "Dataset":
         """The rows at these indices, in this order. Raises IndexError for one beyond the end."""
@@ -74,7 +201,11 @@ class Dataset(Sequence[Any]):
         size = len(self)
         if chosen.size and (chosen.min() < -size or chosen.max() >= size):
             raise IndexError(f"select: indices {chosen.min()} to {chosen.max()} on a dataset with {size} rows")
-        return Dataset(_Selected(self._rows, chosen % size if chosen.size else chosen))
+        return Dataset(Selected(self._rows, chosen % size if chosen.size else chosen))
+
+    def shuffle(self, seed: int = 0) -> "Dataset":
+        """The rows in an order that depends on the seed and their number alone."""
+        return self.select(np.random.default_rng(seed).permutation(len(self)))
 
     def split(self, *, held_out: float, key: Callable[[Any], str] | None = None, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Two datasets without a common row: the larger rest, and the held-out share.
@@ -95,50 +226,35 @@ class Dataset(Sequence[Any]):
             out = np.zeros(len(self), np.bool_)
             out[order[: round(held_out * len(self))]] = True
         else:
-            out = np.array([_hash_share(_call(key, index, row)) < held_out for index, row in enumerate(self)], np.bool_)
+            names = (RowName(self._rows, index) for index in range(len(self)))
+            out = np.array([_hash_share(call(key, name, row)) < held_out for name, row in zip(names, self, strict=True)], np.bool_)
         return self.select(np.flatnonzero(~out)), self.select(np.flatnonzero(out))
 
-    @staticmethod
-    def _derived(rows: Sequence[Any], lazy: bool) -> "Dataset":
-        return Dataset(rows if lazy else list(rows))
+
+def concatenate(*datasets: Dataset) -> Dataset:
+    """The rows of several datasets, one after the other."""
+    return Dataset(Joined([dataset._rows for dataset in datasets]))  # pyright: ignore[reportPrivateUsage]
 
 
-def _rows(source: Any) -> Any:
-    if isinstance(source, Dataset):
-        return source._rows  # pyright: ignore[reportPrivateUsage]
-    if isinstance(source, (str, Path)):
-        return _read_jsonl(Path(source))
-    if isinstance(source, Mapping):
-        raise DatasetError("a mapping has no rows; give a list of rows")
-    if isinstance(source, Sequence) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-        return source
-    if isinstance(source, Iterable):
-        return list(source)
-    if callable(source):
-        return _rows(source())
-    raise DatasetError(f"a dataset is made from a sequence, an iterable, a .jsonl path or a function, not from {type(source).__name__}")
+def mix_rows(datasets: Sequence[Dataset], weights: Sequence[float], seed: int, stop: str) -> Dataset:
+    """See `mix`."""
+    sizes = [len(dataset) for dataset in datasets]
+    if not all(sizes):
+        raise DatasetError(f"mix: dataset {sizes.index(0)} has no rows")
+    offsets = np.cumsum([0, *sizes])
+    taken, chosen = [0] * len(sizes), list[int]()
+    for which in drawn(weights, seed):
+        if taken[which] >= sizes[which] and (stop == "first" or all(count >= size for count, size in zip(taken, sizes, strict=True))):
+            break
+        chosen.append(int(offsets[which]) + taken[which] % sizes[which])
+        taken[which] += 1
+    return concatenate(*datasets).select(chosen)
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    if path.suffix != ".jsonl":
-        raise DatasetError(f"{str(path)!r} is not a .jsonl file; read other formats yourself and give the rows")
-    if not path.is_file():
-        raise DatasetError(f"there is no file {str(path)!r}")
-    rows: list[dict[str, Any]] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DatasetError(f"{path}, line {number}: not UTF-8 ({error})") from error
-            except json.JSONDecodeError as error:
-                raise DatasetError(f"{path}, line {number}: not valid JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise DatasetError(f"{path}, line {number}: a {type(row).__name__}, not a JSON object")
-            rows.append(row)
-    return rows
+def _skips(on_error: str) -> bool:
+    if on_error not in ("raise", "skip"):
+        raise DatasetError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
+    return on_error == "skip"
 
 
 def _hash_share(key: Any) -> float:
@@ -146,100 +262,11 @@ def _hash_share(key: Any) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def _call(fn: Callable[[Any], Any], index: int, row: Any) -> Any:
-    try:
-        return fn(row)
-    except Exception as error:  # the user's function: whatever it raises is told with the row it failed on
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        reason = f"no field {error}" if isinstance(error, KeyError) and isinstance(row, Mapping) else f"{type(error).__name__}: {error}"
-        raise DatasetError(f"row {index}: {name} failed: {reason}{_has(row)}") from error
+class _Only:
+    """The one row that a transform gives in a row's place."""
 
+    def __init__(self, transform: Transform) -> None:
+        self._transform = transform
 
-def _encode(template: Template, add_generation_prompt: bool, index: int, row: Any) -> InputFeature | None:
-    try:
-        return template.encode(_trajectory(row), add_generation_prompt)
-    except SequenceTooLongError as error:
-        if template.truncation == "drop":
-            return None
-        raise DatasetError(f"row {index}: {error}") from error
-    except DataError as error:
-        raise DatasetError(f"row {index}: {error}") from error
-
-
-def _trajectory(row: Any) -> Trajectory:
-    if isinstance(row, Trajectory):
-        return row
-    if not isinstance(row, Mapping):
-        raise FormatError(f"a {type(row).__name__} cannot be encoded; map it to a Trajectory or to a mapping with 'messages'")
-    if "messages" not in row:
-        raise FormatError(f"no field 'messages'{_has(row)}; map the row to a Trajectory first")
-    user_data = row.get("user_data", {key: value for key, value in row.items() if key != "messages"})
-    return Trajectory(messages=row["messages"], user_data=user_data)
-
-
-def _has(row: Any) -> str:
-    return f" (the row has {', '.join(map(repr, row)) or 'no fields'})" if isinstance(row, Mapping) else ""
-
-
-class _Mapped(Sequence[Any]):
-    """fn(index, row) of every row, computed when it is read."""
-
-    def __init__(self, rows: Sequence[Any], fn: Callable[[int, Any], Any]) -> None:
-        self._rows, self._fn = rows, fn
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._fn(index, self._rows[index])
-
-
-class _Selected(Sequence[Any]):
-    """Rows at given indices."""
-
-    def __init__(self, rows: Sequence[Any], indices: Any) -> None:
-        self._rows, self._indices = rows, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[int(self._indices[index])]
-
-
-class _Filtered(Sequence[Any]):
-    """Rows that pass, found when a length or a row is first asked for."""
-
-    def __init__(self, rows: Sequence[Any], fn: Callable[[int, Any], Any]) -> None:
-        self._rows, self._fn = rows, fn
-        self._found: list[int] | None = None
-
-    def _indices(self) -> list[int]:
-        if self._found is None:
-            self._found = [index for index in range(len(self._rows)) if self._fn(index, self._rows[index])]
-        return self._found
-
-    def __len__(self) -> int:
-        return len(self._indices())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[self._indices()[index]]
-
-
-class _Present(Sequence[Any]):
-    """Rows that are not None, found and kept when a length or a row is first asked for."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self._rows = rows
-        self._kept: list[Any] | None = None
-
-    def _present(self) -> list[Any]:
-        if self._kept is None:
-            self._kept = [row for row in (self._rows[index] for index in range(len(self._rows))) if row is not None]
-        return self._kept
-
-    def __len__(self) -> int:
-        return len(self._present())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._present()[index]
+    def __call__(self, name: object, row: Any) -> Any:
+        return self._transform.look(name, row)[0]

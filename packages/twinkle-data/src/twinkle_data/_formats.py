@@ -4,7 +4,7 @@ Every record is a frozen, keyword-only dataclass that checks itself when it is m
 Shape suffix: T tokens of a sequence.
 """
 
-from collections.abc import Mapping, Sequence
+import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,86 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._errors import FormatError
+from ._messages import check_user_data
 
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
 
 StopReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Message:
-    """One turn of a conversation.
-
-    Args:
-        role: 'system', 'user', 'assistant', 'tool', or another role that the chat template knows.
-        content: the text, without the template's markers.
-        loss: whether the turn is trained on. None: assistant turns are, all others are not. True is for assistant turns only.
-
-    Raises:
-        FormatError: an empty role, a content that is not text, or `loss=True` on a turn that the model does not write.
-    """
-
-    role: str
-    content: str
-    loss: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.role, str) or not self.role:
-            raise FormatError(f"Message.role must be a non-empty string, not {self.role!r}")
-        if not isinstance(self.content, str):
-            raise FormatError(f"Message.content must be a string, not {type(self.content).__name__} (role {self.role!r})")
-        if self.loss and self.role != "assistant":
-            raise FormatError(f"Message.loss=True is for assistant turns; this one is a {self.role!r} turn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trajectory:
-    """A conversation, and whatever the user wants to carry along with it.
-
-    Args:
-        messages: at least one `Message`; mappings with the same keys are converted.
-        user_data: travels untouched into the `InputFeature` and the `SampleResponse` (an answer to compare with, say).
-
-    Raises:
-        FormatError: no message, or a message that is not one. The text names its index.
-    """
-
-    messages: Sequence[Message]
-    user_data: dict[str, Any] = field(default_factory=dict)
-
-    if TYPE_CHECKING:  # what may be given; the fields tell what is kept
-
-        def __init__(self, *, messages: Sequence[Message | Mapping[str, Any]], user_data: dict[str, Any] = ...) -> None: ...
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "messages", _messages(self.messages))
-        _check_user_data("Trajectory", self.user_data)
-
-
-def _messages(messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise FormatError(f"Trajectory.messages must be a list of Message, not {type(messages).__name__}")
-    if not messages:
-        raise FormatError("Trajectory.messages is empty; a trajectory needs at least one message")
-    return tuple(_message(message, index) for index, message in enumerate(messages))
-
-
-def _message(message: Message | Mapping[str, Any], index: int) -> Message:
-    if isinstance(message, Message):
-        return message
-    if not isinstance(message, Mapping):
-        raise FormatError(f"Trajectory.messages[{index}] must be a Message or a mapping, not {type(message).__name__}")
-    known = {f.name for f in fields(Message)}
-    for key in ("role", "content"):
-        if key not in message:
-            raise FormatError(f"Trajectory.messages[{index}] has no {key!r} (it has: {', '.join(map(repr, message))})")
-    if unknown := [key for key in message if key not in known]:
-        raise FormatError(f"Trajectory.messages[{index}] has unknown fields {unknown}; a message has role, content and loss")
-    try:
-        return Message(role=message["role"], content=message["content"], loss=message.get("loss"))
-    except FormatError as error:
-        raise FormatError(f"Trajectory.messages[{index}]: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,9 +115,9 @@ class InputFeature:
                 raise FormatError(
                     f"InputFeature.{name}[0] is {value[0]}, but nothing precedes token 0: {name}[t] belongs to input_ids[t], index 0 is 0"
                 )
-        if not isinstance(self.temperature, (int, float)) or not np.isfinite(self.temperature) or self.temperature <= 0:
+        if not isinstance(self.temperature, (int, float)) or not math.isfinite(self.temperature) or self.temperature <= 0:
             raise FormatError(f"InputFeature.temperature must be a finite number above 0, not {self.temperature!r}")
-        _check_user_data("InputFeature", self.user_data)
+        check_user_data("InputFeature", self.user_data)
 
     def __len__(self) -> int:
         """The number of tokens T."""
@@ -208,7 +134,7 @@ class InputFeature:
 
 def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(value)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
+    if array.size and array.dtype.kind not in "iu":
         raise FormatError(f"InputFeature.{name} must hold integers, not {array.dtype}")
     return array.astype(np.int64, copy=False)
 
@@ -240,8 +166,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
     return bool(a == b)
-
-
-def _check_user_data(owner: str, user_data: Any) -> None:
-    if not isinstance(user_data, dict):
-        raise FormatError(f"{owner}.user_data must be a dict, not {type(user_data).__name__}")

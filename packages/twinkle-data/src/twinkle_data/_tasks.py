@@ -7,7 +7,7 @@ from typing import Any
 
 from ._dataset import Dataset
 from ._errors import DatasetError, MissingExtraError
-from ._formats import Message, Trajectory
+from ._messages import Message, Trajectory
 
 
 def task_dataset(name: str, **options: Any) -> Dataset:

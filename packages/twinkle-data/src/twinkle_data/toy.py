@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ._dataset import Dataset
 from ._errors import DatasetError, MissingExtraError
-from ._formats import Message, Trajectory
+from ._messages import Message, Trajectory
 from ._sampling import SampledSequence
 from ._tasks import task_dataset
 

@@ -1,5 +1,23 @@
 """Datasets under the documented names: `from twinkle.dataset import Dataset, PackingDataset`."""
 
-from twinkle_data import Dataset, IterablePackingDataset, PackingDataset, task_dataset
+from twinkle_data import (
+    Dataset,
+    IterableDataset,
+    IterablePackingDataset,
+    PackingDataset,
+    concatenate,
+    mix,
+    prompt_dataset,
+    task_dataset,
+)
 
-__all__ = ["Dataset", "IterablePackingDataset", "PackingDataset", "task_dataset"]
+__all__ = [
+    "Dataset",
+    "IterableDataset",
+    "IterablePackingDataset",
+    "PackingDataset",
+    "concatenate",
+    "mix",
+    "prompt_dataset",
+    "task_dataset",
+]

@@ -1,0 +1,165 @@
+"""Work on rows in chunks, in this process or in several, with progress."""
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, get_context
+from typing import Any, NoReturn
+
+from ._errors import DataError, DatasetError, WorkerError
+from ._rows import part
+
+Job = Callable[[Sequence[Any], int], Any]
+"""A function of rows and the index of the first of them."""
+Progress = bool | Callable[[int, int], None]
+
+_MOST_ROWS = 1000
+
+
+def run_chunks(rows: Sequence[Any], job: Job, *, what: str, num_proc: int, progress: Progress, timeout_s: float) -> Iterator[Any]:
+    """job(rows, first) of consecutive chunks of the rows, in order.
+
+    Args:
+        rows: to work on; see `part` about what is sent to another process.
+        job: what to do; with several processes it must be picklable.
+        what: the name of the work.
+        num_proc: processes. Each is started anew (not forked), so a script needs `if __name__ == "__main__":`.
+        progress: a line on stderr, or a function of rows done and rows in all.
+        timeout_s: the longest wait for a chunk of a worker process.
+
+    Raises:
+        DatasetError: a job that cannot be sent to a process.
+        WorkerError: a process that died, or gave nothing in time. What a job raises is raised here, with its traceback as a note.
+    """
+    size = len(rows)
+    step = _MOST_ROWS if num_proc <= 1 else max(1, min(_MOST_ROWS, -(-size // (num_proc * 8))))
+    starts = range(0, size, step)
+    show = _ProgressLine(what) if progress is True else (progress or None)
+    if num_proc <= 1 or size == 0:
+        results: Iterator[Any] = (job(part(rows, start, min(start + step, size)), start) for start in starts)
+    else:
+        results = _in_processes(rows, job, starts, step, what=what, num_proc=min(num_proc, len(starts)), timeout_s=timeout_s)
+    for start, result in zip(starts, results, strict=True):
+        if show is not None:
+            show(min(start + step, size), size)
+        yield result
+
+
+def _in_processes(rows: Sequence[Any], job: Job, starts: range, step: int, *, what: str, num_proc: int, timeout_s: float) -> Iterator[Any]:
+    try:
+        packed = pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DatasetError(
+            f"{what} cannot be sent to other processes ({error}); use functions defined at the top level of a module, or num_proc=1"
+        ) from error
+    context = get_context("spawn")
+    workers: dict[Any, Any] = {}
+    try:
+        for _ in range(num_proc):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, packed), daemon=True)
+            process.start()
+            theirs.close()
+            workers[ours] = process
+        yield from _dispatch(rows, starts, step, workers, what, timeout_s)
+    finally:
+        for pipe, process in workers.items():
+            pipe.close()
+            process.terminate()
+        for process in workers.values():
+            process.join(5)
+
+
+def _dispatch(rows: Sequence[Any], starts: range, step: int, workers: dict[Any, Any], what: str, timeout_s: float) -> Iterator[Any]:
+    busy: dict[Any, int] = {}
+    done: dict[int, Any] = {}
+    given, awaited = 0, 0
+    deadline = time.monotonic() + timeout_s
+    while awaited < len(starts):
+        # No more than a few chunks ahead of the one that is awaited: their results are held here.
+        while given < min(len(starts), awaited + 4 * len(workers)) and (idle := next((pipe for pipe in workers if pipe not in busy), None)):
+            start = starts[given]
+            _send(idle, workers[idle], (part(rows, start, min(start + step, len(rows))), start), what)
+            busy[idle] = given
+            given += 1
+        sentinels = {process.sentinel: process for process in workers.values()}
+        ready = connection.wait([*busy, *sentinels], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            first = starts[min(busy.values())]
+            raise WorkerError(
+                f"{what}: no worker process finished a chunk within {timeout_s:g} s (the first awaited row is {first}); raise timeout_s"
+            )
+        for pipe in [item for item in ready if item in busy]:
+            done[busy.pop(pipe)] = _receive(pipe, workers[pipe], what)
+            deadline = time.monotonic() + timeout_s
+        for process in [sentinels[item] for item in ready if item in sentinels]:
+            _dead(process, what)
+        while awaited in done:
+            yield done.pop(awaited)
+            awaited += 1
+            deadline = time.monotonic() + timeout_s
+
+
+def _send(pipe: Any, process: Any, message: Any, what: str) -> None:
+    try:
+        pipe.send(message)
+    except (BrokenPipeError, ConnectionResetError):
+        _dead(process, what)
+
+
+def _receive(pipe: Any, process: Any, what: str) -> Any:
+    try:
+        failed, value = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        _dead(process, what)
+    if failed:
+        error, text = value
+        error.add_note(f"in a worker process:\n{text}")
+        raise error
+    return value
+
+
+def _dead(process: Any, what: str) -> NoReturn:
+    process.join(5)
+    raise WorkerError(
+        f"{what}: a worker process ended with exit code {process.exitcode} before its work was done (a negative code is a signal; -9 is often a "
+        'lack of memory). Where it ended at once: does the script start its work under `if __name__ == "__main__":`?'
+    )
+
+
+def _serve(pipe: Any, packed: bytes) -> None:
+    # One core a process: the tokenizer's own threads would only compete with the other workers.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    job: Any = None
+    while True:
+        try:
+            rows, first = pipe.recv()
+        except EOFError:
+            return
+        try:
+            job = job or pickle.loads(packed)
+            answer = False, job(rows, first)
+        except Exception as error:  # whatever it is, it is raised where the rows are awaited
+            answer = True, (error if isinstance(error, DataError) else WorkerError(f"in a worker process: {error!r}"), traceback.format_exc())
+        pipe.send(answer)
+
+
+class _ProgressLine:
+    """Rows done, share and speed on stderr, once a second: one line that is written over on a terminal, else a line every ten seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._started = what, time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._next = self._started
+
+    def __call__(self, done: int, size: int) -> None:
+        now = time.monotonic()
+        if now < self._next and done < size:
+            return
+        self._next = now + (1 if self._terminal else 10)
+        speed = done / max(now - self._started, 1e-9)
+        line = f"{self._what}: {done:,}/{size:,} rows, {100 * done / size:.0f} %, {speed:,.0f} rows/s"
+        print(f"\r{line}" if self._terminal else line, end="\n" if done >= size or not self._terminal else "", file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""Sets of prompts with reference answers, for sampling."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ._dataset import Dataset
+from ._errors import FormatError
+from ._messages import Message, Trajectory
+from ._schemas import to_conversation
+
+_PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
+_ANSWERS = ("answer", "solution", "ground_truth", "reference", "target", "final_answer", "label")
+
+
+def prompt_dataset(
+    source: "Dataset | Iterable[Any] | str | Path | Callable[[], Any]",
+    *,
+    prompt: str | None = None,
+    answer: str | None = None,
+    system: str | None = None,
+    require_answer: bool = True,
+    lazy: bool = False,
+) -> Dataset:
+    """Rows with a question and its answer (a JSONL file, say) as a dataset of prompts, shaped like those of `task_dataset`.
+
+    A row is a `Trajectory` that ends with the user's question, and `user_data` with 'question' (the last message's text), 'answer' and
+    the row's other fields, unchanged. Answers that are numbers stay numbers.
+
+    Args:
+        source: whatever `Dataset` takes.
+        prompt: the field with the question, a text or messages; None: the first of 'messages', 'prompt', 'question', 'problem',
+            'instruction', 'query', 'input' that a row has.
+        answer: the field with the answer; None: the first of 'answer', 'solution', 'ground_truth', 'reference', 'target',
+            'final_answer', 'label' that a row has.
+        system: a system prompt for prompts that begin with none.
+        require_answer: whether a row without an answer is an error.
+        lazy: see `Dataset`.
+
+    Raises:
+        DatasetError: when a row is read: one without question or answer, or whose messages end with the assistant. Names row and field.
+    """
+    dataset = source if isinstance(source, Dataset) else Dataset(source, lazy=lazy)
+    return dataset.map(_Prompt(prompt, answer, system, require_answer))
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    prompt: str | None
+    answer: str | None
+    system: str | None
+    require_answer: bool
+
+    def __call__(self, row: Any) -> Trajectory:
+        if not isinstance(row, Mapping):
+            raise FormatError(f"a prompt is a mapping with fields, not a {type(row).__name__}")
+        field = _field(row, self.prompt, _PROMPTS)
+        if field is None:
+            raise FormatError(f"no field {self.prompt or ' or '.join(_PROMPTS)!r}; say prompt=<the field with the question>")
+        messages = list(_messages(row[field], field))
+        if self.system is not None and messages[0].role != "system":
+            messages.insert(0, Message(role="system", content=self.system))
+        if messages[-1].role == "assistant":
+            raise FormatError(f"{field} ends with an assistant turn, so there is nothing to sample; leave that turn out")
+        user_data = {str(key): value for key, value in row.items() if key != field}
+        name = _field(row, self.answer, _ANSWERS)
+        if name is None and self.require_answer:
+            raise FormatError(f"no field {self.answer or ' or '.join(_ANSWERS)!r}; say answer=<the field with it>, or require_answer=False")
+        if name is not None:
+            user_data["answer"] = row[name]
+        return Trajectory(messages=messages, user_data={**user_data, "question": messages[-1].content})
+
+
+def _field(row: Mapping[str, Any], name: str | None, usual: Iterable[str]) -> str | None:
+    return next((field for field in ((name,) if name else usual) if row.get(field) is not None), None)
+
+
+def _messages(value: Any, field: str) -> Iterable[Message]:
+    if isinstance(value, str):
+        return [Message(role="user", content=value)]
+    if not isinstance(value, (list, tuple)):
+        raise FormatError(f"{field} must be a text or a list of messages, not {type(value).__name__}")
+    found = to_conversation({"messages": value}, "messages")
+    assert isinstance(found, Trajectory)
+    return found.messages

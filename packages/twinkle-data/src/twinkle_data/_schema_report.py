@@ -1,0 +1,84 @@
+"""What forms of chat data a dataset holds, as a report to read."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._errors import DataError
+from ._rows import RowName
+from ._schemas import detect_schema, to_conversation
+
+_MOST_PROBLEMS = 5
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaReport:
+    """Print it. See `Dataset.inspect`.
+
+    Args:
+        num_rows: looked at.
+        schemas: for each form of chat data how many rows have it; 'unknown' for rows of no known form.
+        fields: for each field the types of its values, and how many rows have it (null included).
+        roles: for each role how many messages have it.
+        num_problems: rows that cannot be made a conversation.
+        problems: what is wrong with the first five of them.
+    """
+
+    num_rows: int
+    schemas: Mapping[str, int]
+    fields: Mapping[str, Mapping[str, int]]
+    roles: Mapping[str, int]
+    num_problems: int
+    problems: tuple[str, ...]
+
+    @property
+    def schema(self) -> str | None:
+        """The form that all rows have; None where they differ, or there are none."""
+        return next(iter(self.schemas)) if len(self.schemas) == 1 and _UNKNOWN not in self.schemas else None
+
+    def __str__(self) -> str:
+        """A few lines."""
+        lines = [f"{self.num_rows} rows: {_counts(self.schemas) or 'none'}"]
+        lines += [f"  field {name!r}: {_counts(kinds)}" for name, kinds in self.fields.items()]
+        if self.roles:
+            lines.append(f"  roles: {_counts(self.roles)}")
+        if self.num_problems:
+            lines.append(f"  {self.num_problems} rows cannot be made a conversation:")
+            lines += [f"    {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def report_schema(rows: Sequence[Any], limit: int | None) -> SchemaReport:
+    """The report on the first `limit` rows."""
+    size = len(rows) if limit is None else min(limit, len(rows))
+    schemas, fields, roles = Counter[str](), dict[str, Counter[str]](), Counter[str]()
+    problems: list[str] = []
+    for index in range(size):
+        try:
+            row = rows[index]
+            schema = detect_schema(row)
+            schemas[schema or _UNKNOWN] += 1
+            for name, value in row.items() if isinstance(row, Mapping) else ():
+                fields.setdefault(str(name), Counter())[type(value).__name__ if value is not None else "null"] += 1
+            if schema == "text":
+                continue
+            found = to_conversation(row, schema)
+            sides = [found] if hasattr(found, "messages") else [found.chosen, found.rejected]  # pyright: ignore[reportAttributeAccessIssue]
+            roles.update(message.role for side in sides for message in side.messages)  # pyright: ignore[reportAttributeAccessIssue]
+        except DataError as error:
+            text = str(error)
+            problems.append(text if text.startswith("row ") else f"{RowName(rows, index)}: {text}")
+    return SchemaReport(
+        num_rows=size,
+        schemas=dict(schemas.most_common()),
+        fields={name: dict(kinds.most_common()) for name, kinds in fields.items()},
+        roles=dict(roles.most_common()),
+        num_problems=len(problems),
+        problems=tuple(problems[:_MOST_PROBLEMS]),
+    )

@@ -1,0 +1,34 @@
+"""How many rows were left out because they failed, and why the first ones did."""
+
+import logging
+from dataclasses import dataclass
+
+_logger = logging.getLogger("twinkle_data")
+_MOST_REASONS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """Rows that `on_error='skip'` left out.
+
+    Args:
+        count: how many.
+        reasons: what went wrong with the first five, each with the row's index and source line.
+    """
+
+    count: int = 0
+    reasons: tuple[str, ...] = ()
+
+    def __add__(self, other: "Skipped") -> "Skipped":
+        """Both together."""
+        return Skipped(count=self.count + other.count, reasons=(self.reasons + other.reasons)[:_MOST_REASONS])
+
+    def __str__(self) -> str:
+        """A line, and one more for each reason."""
+        return "\n  ".join([f"{self.count} rows were skipped" + (", the first because:" if self.reasons else ""), *self.reasons])
+
+
+def warn_of_skipped(skipped: Skipped) -> None:
+    """One warning on the logger 'twinkle_data' when there were any."""
+    if skipped.count:
+        _logger.warning("%s", skipped)
