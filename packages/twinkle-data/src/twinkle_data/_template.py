@@ -1,5 +1,6 @@
 """From conversations to tokens, with masks that cover exactly what the assistant wrote."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -338,6 +339,10 @@ def _cut(feature: InputFeature, start: int, stop: int) -> InputFeature:
 
 
 def _load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    text = os.fspath(path)
+    is_hub_name = isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1
+    if not is_hub_name and not Path(path).is_dir():
+        raise TemplateError(f"cannot load a tokenizer from {text!r}: there is no such folder; give the folder of a Hugging Face checkpoint")
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
