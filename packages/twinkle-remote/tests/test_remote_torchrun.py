@@ -45,7 +45,7 @@ with tr.initialize("local", groups=[DeviceGroup("a", 2, "cpu")]) as runtime:
     assert alone == {"n": len(batch), f"rank{rank}": 1.0 + rank}, alone  # the control: nothing reduces before the ranks have met
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
     both = model.loss(batch)
-    assert both == {"n": 4.0, "rank0": 1.0, "rank1": 2.0}, both
+    assert both == {"n": (3 * 3 + 5 * 5) / 8, "rank0": 1.0, "rank1": 2.0}, both  # over the items
     assert model.mine(batch).get() == [rank] * len(batch)
     tensor_parallel = Model(remote_group="a", device_mesh=DeviceMesh.from_sizes(tp_size=2))
     assert tensor_parallel.loss(batch)["n"] == len(batch)

@@ -1,5 +1,6 @@
 """Run Python classes on Ray workers or in process, with mesh-aware dispatch and collect."""
 
+from twinkle_remote._collect import Weighted
 from twinkle_remote._decorators import remote_class, remote_function
 from twinkle_remote._errors import (
     CallTimeoutError,
@@ -9,6 +10,7 @@ from twinkle_remote._errors import (
     DecorationError,
     DispatchError,
     GroupError,
+    MissingCompressionError,
     MissingRayError,
     PlacementTimeoutError,
     RemoteAttributeError,
@@ -39,6 +41,7 @@ __all__ = [
     "HeldPort",
     "LazyResult",
     "MethodStats",
+    "MissingCompressionError",
     "MissingRayError",
     "PlacementTimeoutError",
     "RemoteAttributeError",
@@ -49,6 +52,7 @@ __all__ = [
     "Runtime",
     "RuntimeStateError",
     "StartTimeoutError",
+    "Weighted",
     "WorkerDiedError",
     "WorkerError",
     "current_runtime",

@@ -4,16 +4,17 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast, get_args, overload
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import _state
 from twinkle_remote._errors import DecorationError
 from twinkle_remote._handle import component_of, handle_class, is_handle_class
 from twinkle_remote._in_process import call_in_process
-from twinkle_remote._lazy import resolve
+from twinkle_remote._lazy import LazyResult, resolve
 from twinkle_remote._placement_arguments import FailurePolicy, OnFailure, place_arguments, read_placement
 from twinkle_remote._protocol import Collect, Dispatch, Execute, MethodSpec
+from twinkle_remote._signatures import AtOnce, C, CollectTo, Giving, Joined, Lazily, MoreOptions
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -24,6 +25,96 @@ _POLICY = "__twinkle_failure_policy__"
 _MESH = "__twinkle_mesh__"
 
 
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: Joined,
+    sync: Literal[False] = ...,
+    lazy_collect: Literal[True] = ...,
+    **options: Unpack[MoreOptions],
+) -> Lazily: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: Joined,
+    sync: Literal[True],
+    lazy_collect: bool = ...,
+    **options: Unpack[MoreOptions],
+) -> AtOnce: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: Joined,
+    sync: bool = ...,
+    lazy_collect: Literal[False],
+    **options: Unpack[MoreOptions],
+) -> AtOnce: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: Literal["none"] = ...,
+    sync: Literal[False] = ...,
+    lazy_collect: Literal[True] = ...,
+    **options: Unpack[MoreOptions],
+) -> Giving[LazyResult[Any]]: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: Literal["none"] = ...,
+    sync: bool = ...,
+    lazy_collect: bool = ...,
+    **options: Unpack[MoreOptions],
+) -> Giving[Any]: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: CollectTo[C],
+    sync: Literal[False] = ...,
+    lazy_collect: Literal[True] = ...,
+    **options: Unpack[MoreOptions],
+) -> Giving[LazyResult[C]]: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: CollectTo[C],
+    sync: Literal[True],
+    lazy_collect: bool = ...,
+    **options: Unpack[MoreOptions],
+) -> Giving[C]: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: CollectTo[C],
+    sync: bool = ...,
+    lazy_collect: Literal[False],
+    **options: Unpack[MoreOptions],
+) -> Giving[C]: ...
+@overload
+def remote_function(
+    dispatch: Dispatch = ...,
+    execute: Execute = ...,
+    *,
+    collect: Joined | Literal["none"] | CollectTo[Any],
+    sync: bool = ...,
+    lazy_collect: bool = ...,
+    **options: Unpack[MoreOptions],
+) -> Giving[Any]: ...
 def remote_function(
     dispatch: Dispatch = "slice",
     execute: Execute = "all",
@@ -33,19 +124,21 @@ def remote_function(
     timeout_s: float | None = None,
     allow_empty: bool = False,
     prefetch: int = 0,
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+) -> Any:
     """Make a method of a `remote_class` callable on its workers.
 
     dispatch: how arguments are shared out among the workers (on Ray; in process they pass through).
         'slice': lists, tuples, numpy arrays and tensors are cut evenly over the workers, anything else goes to all;
-        'slice_dp': the same over the data ranks of the component's mesh: tp, pp, cp and ulysses peers get the same share;
+        'slice_dp': the same over the data ranks of the component's mesh: tp, pp, cp and ulysses peers get the same share. A dict of columns
+        (all its values are batches, at least one an array, a tensor or a LazyResult) is cut column by column;
         'all': everything goes to all;
         a function `(length, i, args, kwargs, device_mesh) -> (args, kwargs)` for worker i of `length`.
     execute: 'all' workers, or only the 'first'.
     collect: how results come together.
         'none': the list of all workers' results (of one worker: its result);
         'flatten': one result a data group, joined as one process would have returned it;
-        'mean', 'sum': over the data groups, key by key in dicts (over the ranks that have the key);
+        'mean', 'sum': over the data groups, key by key in dicts (over the ranks that have the key). In a mean each result counts as many
+        items as its worker was given, or, where the method returns a `Weighted`, what that says;
         'first': the first worker's; 'last_pp': the last pipeline stage's, one a data group, joined like 'flatten';
         a function `(all_results, device_mesh) -> value`.
     sync: wait for all workers and return the value. lazy_collect: return a LazyResult (False: the value).
@@ -54,9 +147,15 @@ def remote_function(
     prefetch: of a method that yields, how many steps the workers run ahead of the iteration. State that counts steps (a loader's position)
         is ahead as well.
 
+    Parts differ by at most one item. Fewer items than parts are a DispatchError, but with `allow_empty`.
+
     Methods of Python's protocols (`__len__`, `__iter__`, `__next__`, ...) work across processes and return values. A generator method
     returns an iterator; its generators are closed on the workers when it is closed or dropped. An `async def` method runs on an event
     loop of the worker, one call after another. Below `property`, reading it from elsewhere calls it.
+
+    Type checkers see a decorated method's parameters, and LazyResult[T] or T as its result; with `collect='none'` the result is Any: a list of all
+    workers' results, or one worker's. For these, say `lazy_collect=False` on methods of Python's protocols.
+
     Raises DecorationError for unknown options.
     """
     _check_option("dispatch", dispatch, ("slice", "all", "slice_dp"), callable(dispatch))

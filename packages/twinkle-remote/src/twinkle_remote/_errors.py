@@ -8,6 +8,7 @@ RemoteError
  +-- GroupError               (ValueError)      an unknown group, a mesh that does not fit it, groups that a mode cannot hold
  +-- RuntimeStateError        (RuntimeError)    initialize/shutdown in the wrong order, a result outliving its runtime
  +-- MissingRayError          (ImportError)     mode 'ray' without Ray
+ +-- MissingCompressionError  (ImportError)     compress='zstd' without zstandard
  +-- ClusterConnectionError   (ConnectionError) no Ray cluster at the address
  +-- RemoteAttributeError     (AttributeError)  something that is not a remote method, asked of a component on workers
  +-- RemoteCallError                            mixed into the original type: what a worker raised
@@ -52,6 +53,10 @@ class RuntimeStateError(RemoteError, RuntimeError):
 
 class MissingRayError(RemoteError, ImportError):
     """Mode 'ray' needs the package ray, which is not installed."""
+
+
+class MissingCompressionError(RemoteError, ImportError):
+    """`compress='zstd'` needs the package zstandard, which is not installed here or on a node."""
 
 
 class ClusterConnectionError(RemoteError, ConnectionError):

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import _event_loop, _state
+from twinkle_remote._collect import unweighted
+from twinkle_remote._dispatch import batch_lengths, common_length
 from twinkle_remote._lazy import LazyResult, ValueSource, resolve
 from twinkle_remote._local import reduce_over_data_ranks
 from twinkle_remote._protocol import EAGER_METHODS, MethodSpec
@@ -36,8 +38,17 @@ def call_in_process(
         return value if value is target else _state.RunningIterator(target, iter(value))
     if spec.name in EAGER_METHODS:
         return value
+    value, weight = unweighted(value)
     if not callable(spec.collect) and spec.collect in ("mean", "sum"):
-        value = reduce_over_data_ranks(value, spec.collect, mesh)
+        value = reduce_over_data_ranks(value, spec.collect, mesh, _num_items(spec, args, kwargs) if weight is None else weight)
     if isinstance(value, LazyResult):
-        return value.get() if spec.returns_value else value
-    return value if spec.returns_value else LazyResult(ValueSource(value))
+        lazy = cast("LazyResult[Any]", value)
+        return lazy.get() if spec.returns_value else lazy
+    return value if spec.returns_value else LazyResult[Any](ValueSource(value))
+
+
+def _num_items(spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """How many items this rank was given of what would be cut on Ray; None where nothing would."""
+    if spec.dispatch not in ("slice", "slice_dp"):
+        return None
+    return common_length(spec, batch_lengths(spec, args, kwargs))

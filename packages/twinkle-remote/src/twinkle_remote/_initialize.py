@@ -6,6 +6,7 @@ from typing import Literal
 
 from twinkle_mesh import DeviceGroup, launcher_world_size
 from twinkle_remote import _ray_environment, _state
+from twinkle_remote._compression import check_codec
 from twinkle_remote._errors import GroupError, MissingRayError, RemoteTypeError
 from twinkle_remote._local import LocalRuntime
 from twinkle_remote._protocol import Runtime
@@ -23,6 +24,8 @@ def initialize(
     object_store_bytes: int | None = None,
     address: str | None = None,
     trace: str | Path | None = None,
+    compress: Literal["zstd"] | None = None,
+    compress_above_bytes: int = 1 << 20,
 ) -> Runtime:
     """Decide where components live, once, at the beginning of a driver script. Also a context manager, which shuts down at its end.
 
@@ -35,11 +38,14 @@ def initialize(
     object_store_bytes: size of the object store of a Ray that is started here (default 512 MiB).
     address: of a running Ray cluster ('auto' finds a local one); without it a local Ray is started, and ended by `shutdown`.
     trace: a file for the timeline of all calls, for Perfetto.
+    compress: 'zstd' compresses arguments and results of more than `compress_above_bytes` on a cluster of several nodes; needs
+    `twinkle-remote[compress]` on all of them. None: not at all. Within one node nothing is compressed: arrays are handed over without copying.
 
     Raises GroupError for groups that do not fit the mode; in mode 'ray' MissingRayError, `twinkle_mesh.PlacementError` (the cluster is too
     small; before anything is started), ClusterConnectionError, StartTimeoutError and PlacementTimeoutError.
     """
     _state.check_not_initialized()
+    check_codec(compress, compress_above_bytes)
     if mode == "local":
         runtime: Runtime = LocalRuntime(groups or (), trace=trace, on_shutdown=_state.forget_runtime)
     elif mode == "ray":
@@ -61,6 +67,7 @@ def initialize(
             object_store_bytes=object_store_bytes,
             address=address,
             trace=trace,
+            compress_above_bytes=None if compress is None else compress_above_bytes,
             on_shutdown=_state.forget_runtime,
         )
     else:

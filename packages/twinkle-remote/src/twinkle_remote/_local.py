@@ -147,8 +147,8 @@ def check_mesh_fits(mesh: DeviceMesh, group: DeviceGroup) -> None:
         )
 
 
-def reduce_over_data_ranks(value: Any, how: Literal["mean", "sum"], mesh: DeviceMesh) -> Any:
-    """Under torchrun, `value` summed or averaged over one rank of each data group; every rank gets the result.
+def reduce_over_data_ranks(value: Any, how: Literal["mean", "sum"], mesh: DeviceMesh, weight: float | None = None) -> Any:
+    """Under torchrun, `value` summed or averaged over one rank of each data group; every rank gets the result. weight: how much it counts in a mean.
 
     Elsewhere (torch.distributed not initialised, or one data rank) the value as it is.
     """
@@ -158,16 +158,16 @@ def reduce_over_data_ranks(value: Any, how: Literal["mean", "sum"], mesh: Device
     if torch.distributed.get_world_size() != mesh.world_size:
         raise GroupError(f"the mesh has {mesh.world_size} ranks, but torch.distributed {torch.distributed.get_world_size()}: make them equal")
     try:
-        mine = pickle.dumps(_to_cpu(value))
+        mine = pickle.dumps((_to_cpu(value), weight))
     except Exception as error:  # so that the peers in the collective hear of it
-        mine = pickle.dumps(_Unpicklable(repr(error)))
+        mine = pickle.dumps((_Unpicklable(repr(error)), None))
     packed: list[bytes] = [b""] * mesh.world_size
     torch.distributed.all_gather_object(packed, mine)
     results = [pickle.loads(packed[rank]) for rank in mesh.representatives()]
-    for result in results:
+    for result, _ in results:
         if isinstance(result, _Unpicklable):
             raise GroupError(f"collect={how!r} could not send a result between ranks: {result.reason}")
-    return combine(how, results, mesh)
+    return combine(how, [result for result, _ in results], mesh, [weight for _, weight in results])
 
 
 class _Unpicklable:

@@ -4,28 +4,33 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._collect import contributors
 from twinkle_remote._errors import CallTimeoutError, RemoteError, RuntimeStateError, WorkerDiedError, WorkerError
 from twinkle_remote._failures import Failure, to_exception
-from twinkle_remote._lazy import Source
+from twinkle_remote._lazy import CallLike
 from twinkle_remote._packing import unpack
 from twinkle_remote._protocol import Collect, MethodSpec
 from twinkle_remote._ray_api import ray
-from twinkle_remote._shards import Inline, Result, Stop, fetch
+from twinkle_remote._shards import Inline, Result, Stop, Stored, heard
 from twinkle_remote._traffic import traffic
+from twinkle_remote._views import Batch, Recipe
 
 if TYPE_CHECKING:
     from twinkle_remote._ray_component import RayComponent
 
 logger = logging.getLogger("twinkle_remote")
 
-# Others may have failed before the first to say so: their answers are on the way.
-_CAUSE_WAIT_S = 0.5
+T = TypeVar("T")
+
+# So long a call is waited for as a whole, which costs one request to Ray; then rank by rank, so that a failure beside a hung peer is seen.
+_TOGETHER_S = 0.05
 # A result that is here already is taken also after a deadline that its call has just kept.
 _MIN_FETCH_S = 1.0
+# Others may have failed before the first to say so: their answers are on the way.
+_CAUSE_WAIT_S = 0.5
 # The threads of this process that wait for remote calls.
 _waiting: set[int] = set()
 
@@ -67,6 +72,11 @@ class PendingCall:
         """Whether all workers have answered or the call has failed."""
         return self.error is not None or all(result is not None for result in self.results)
 
+    @property
+    def is_next(self) -> bool:
+        """Whether nothing that is not finished has to come before it."""
+        return not self.upstream and not self.component.calls_before(self)
+
     def running_ranks(self) -> list[int]:
         """The ranks that have not answered."""
         return [rank for rank, result in enumerate(self.results) if result is None]
@@ -86,21 +96,41 @@ class PendingCall:
             if self.results[rank] is not None or self.error is not None:
                 return
             try:
-                answer = ray.get(self.references[rank])
+                answer = heard(ray.get(self.references[rank]))
             except ray.exceptions.RayError as error:
                 if _is_death(error):
                     self.component.worker_died(self, rank, error)
                     return
                 self.fail(WorkerError(f"{self.name} on rank {rank} of {self.component.describe()}, called from {self.line}: {error}"))
                 return
-            self.results[rank] = answer
-            if isinstance(answer, Failure):
-                self._failed(answer)
-            else:
-                self.component.costs.add_answer(self.spec.name, rank, self.submit_s, answer)
-                if self.finished:
-                    self.upstream = ()
-                    self.component.call_finished(self)
+            self._answered(rank, answer)
+            self._finish_if_all_answered()
+
+    def take_together(self, timeout_s: float) -> None:
+        """Take in the answers of all workers if they are there within `timeout_s`, a short time; else, or if one has died, none."""
+        try:
+            answers = ray.get(list(self.references), timeout=timeout_s)
+        except ray.exceptions.RayError:  # what it is, `take` finds out
+            return
+        with self._lock:
+            missing = self.running_ranks()
+            for rank in missing:
+                if self.error is None:
+                    self._answered(rank, heard(answers[rank]))
+            if missing:
+                self._finish_if_all_answered()
+
+    def _answered(self, rank: int, answer: Result | Stop | Failure) -> None:
+        self.results[rank] = answer
+        if isinstance(answer, Failure):
+            self._failed(answer)
+        else:
+            self.component.costs.add_answer(self.spec.name, rank, self.submit_s, answer)
+
+    def _finish_if_all_answered(self) -> None:
+        if self.error is None and self.finished:
+            self.upstream = ()
+            self.component.call_finished(self)
 
     def fail(self, error: RemoteError) -> None:
         """The call has failed with `error`."""
@@ -119,7 +149,7 @@ class PendingCall:
     def take_late(self, rank: int) -> None:
         """Take in the answer of a worker after the call has failed: only whether it lives matters."""
         try:
-            answer = ray.get(self.references[rank])
+            answer = heard(ray.get(self.references[rank]))
         except ray.exceptions.RayError as error:
             answer = Stop(0.0, 0.0)
             if _is_death(error):
@@ -158,6 +188,12 @@ def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
     same workers; CallTimeoutError after `timeout_s` or, if that is None, after the longest deadline of the calls and of those that they wait
     for, which ends the workers that hang.
     """
+    if len(calls) == 1:
+        if not calls[0].finished and calls[0].is_next:
+            calls[0].take_together(_TOGETHER_S if timeout_s is None else min(_TOGETHER_S, timeout_s))
+        if calls[0].finished:
+            calls[0].raise_error()
+            return
     limit_s = own_limit_s(calls) if timeout_s is None else timeout_s
     _waiting.add(threading.get_ident())
     try:
@@ -244,25 +280,20 @@ class CallSource:
         self._check_open()
         return self.call.poll()
 
-    def collect(self, timeout_s: float | None) -> Any:
+    def open(self, timeout_s: float | None) -> Batch:
         self._check_open()
         begin = time.monotonic()
         wait_for([self.call], timeout_s)
         results = [result for rank in self.ranks if isinstance(result := self.call.results[rank], Result)]
         if not self._is_open() and not all(isinstance(piece, Inline) for result in results for piece in result.pieces):
             raise self._too_late()  # Ray 2.60 would start a new cluster to look for the pieces
-        fetch_timeout_s = self.call.timeout_s if timeout_s is None else max(_MIN_FETCH_S, timeout_s - (time.monotonic() - begin))
-        start_s, fetched_bytes = time.time(), traffic.fetched_bytes
-        try:
-            value, _ = fetch(results, self.collect_how, self.mesh, None, fetch_timeout_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise CallTimeoutError(f"the result of {self.call.name}, called from {self.call.line}, did not arrive in time: {error}") from error
-        except ray.exceptions.RayError as error:
-            raise WorkerDiedError(f"the result of {self.call.name}, called from {self.call.line}, is lost: its worker has ended ({error})") from error
-        self.call.component.costs.add_collect(self.call.spec.name, self.call.name, start_s, traffic.fetched_bytes - fetched_bytes)
-        return value
+        fetch_s = self.call.timeout_s if timeout_s is None else max(_MIN_FETCH_S, timeout_s - (time.monotonic() - begin))
+        return _Fetched(self.call, Stored(results, self.collect_how, self.mesh, fetch_s))
 
-    def wait_all(self, sources: Sequence[Source], timeout_s: float | None) -> None:
+    def calls(self) -> Sequence[CallLike]:
+        return (self,)
+
+    def wait_all(self, sources: Sequence[CallLike], timeout_s: float | None) -> None:
         self._check_open()
         wait_for([source.call for source in sources if isinstance(source, CallSource)], timeout_s)
 
@@ -272,3 +303,43 @@ class CallSource:
 
     def _too_late(self) -> RuntimeStateError:
         return RuntimeStateError(f"the result of {self.call.name} was not collected before shutdown()")
+
+
+class _Fetched:
+    """The value of a call, fetched into the driver when it is asked for."""
+
+    def __init__(self, call: PendingCall, stored: Stored) -> None:
+        self._call = call
+        self._stored = stored
+
+    @property
+    def length(self) -> int | None:
+        return _fetching(self._call, lambda: self._stored.length)
+
+    def recipe(self, start: int, stop: int) -> Recipe:
+        return _DriverRecipe(self._call, lambda: self._stored.recipe(start, stop))
+
+    def whole(self) -> Recipe:
+        return _DriverRecipe(self._call, self._stored.whole)
+
+
+class _DriverRecipe:
+    def __init__(self, call: PendingCall, make: Callable[[], Recipe]) -> None:
+        self._call = call
+        self._make = make
+
+    def run(self, timeout_s: float | None) -> Any:
+        start_s, fetched_bytes = time.time(), traffic.fetched_bytes
+        value = _fetching(self._call, lambda: self._make().run(self._call.timeout_s if timeout_s is None else timeout_s))
+        self._call.component.costs.add_collect(self._call.spec.name, self._call.name, start_s, traffic.fetched_bytes - fetched_bytes)
+        return value
+
+
+def _fetching(call: PendingCall, ask: Callable[[], T]) -> T:
+    """What `ask` returns; ray's errors as ours."""
+    try:
+        return ask()
+    except ray.exceptions.GetTimeoutError as error:
+        raise CallTimeoutError(f"the result of {call.name}, called from {call.line}, did not arrive in time: {error}") from error
+    except ray.exceptions.RayError as error:
+        raise WorkerDiedError(f"the result of {call.name}, called from {call.line}, is lost: its worker has ended ({error})") from error

@@ -12,18 +12,19 @@ from weakref import ref
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._control import ask_all, listens
-from twinkle_remote._dispatch import Share, share_out
+from twinkle_remote._dispatch import Share, share_out, whole_share
 from twinkle_remote._driver_line import driver_line
 from twinkle_remote._errors import CollectError, ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
 from twinkle_remote._lazy import LazyResult
+from twinkle_remote._packing import unpack
 from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import MethodSpec
-from twinkle_remote._ray_arguments import PackedShare, at_hand, pack_share
 from twinkle_remote._ray_calls import CallSource, PendingCall, wait_for
 from twinkle_remote._ray_costs import Costs
 from twinkle_remote._ray_iterator import RemoteIterator
-from twinkle_remote._ray_messages import Header, Limits, Link
+from twinkle_remote._ray_messages import Limits, Link
 from twinkle_remote._ray_places import Crew
+from twinkle_remote._ray_sending import Sender, at_hand
 from twinkle_remote._ray_settle import Settlement
 from twinkle_remote._shards import Result, Stop
 from twinkle_remote._stats import Totals
@@ -58,7 +59,7 @@ class _Origin:
 
     cls: type
     num_workers: int
-    arguments: PackedShare
+    arguments: Sender
 
 
 class RayComponent:
@@ -121,7 +122,7 @@ class RayComponent:
     def build(self, cls: type, num_workers: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Start the workers and construct the object in each. Raises what the constructor raises; then no worker is left."""
         self.num_workers = num_workers
-        arguments = pack_share(Share((cls, tuple(args), kwargs), {}))
+        arguments = self._sender(_BUILD_SPEC, [whole_share((cls, tuple(args), kwargs), {})] * num_workers)
         self._start(_Origin(cls, num_workers, arguments), "its construction failed")
         if self._policy.on_failure == "restart":
             self._origin = _Origin(cls, num_workers, arguments)
@@ -137,10 +138,10 @@ class RayComponent:
         call = self.submit("call", spec, share_out(spec, args, kwargs, num_workers, self.mesh))
         if spec.opens_iterator:
             wait_for([call], None)
-            return RemoteIterator(self, spec, [result.pieces[0].value for result in call.results if isinstance(result, Result)])
+            return RemoteIterator(self, spec, [unpack(result.pieces[0].data) for result in call.results if isinstance(result, Result)])
         if spec.name == "__next__":
             return self.next_value(spec, call)
-        lazy = LazyResult(CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
+        lazy = LazyResult[Any](CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
         return lazy.get() if spec.returns_value else lazy
 
     def submit(
@@ -150,38 +151,16 @@ class RayComponent:
         shares: Sequence[Share],
         iterators: Sequence[int] = (),
         extra: tuple[Any, ...] = (),
-        prepared: PackedShare | None = None,
+        prepared: Sender | None = None,
     ) -> PendingCall:
-        """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor. prepared: the shares'
-        arguments, where they are packed already."""
+        """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor. prepared: for all
+        workers, in place of the shares."""
         if self._crew is None or (self._lost is not None and spec.name != _BUILD):
             raise ComponentLostError(f"{self.describe()} has no workers any more ({self._lost}): {self._advice()}")
-        timeout_s = self.limits.call_timeout_s if spec.timeout_s is None else spec.timeout_s
-        splits = self._open_host().known_splits()
-        packed: dict[int, PackedShare] = {}
-        for share in shares:
-            if id(share) not in packed:
-                packed[id(share)] = pack_share(share) if prepared is None else prepared
-        upstream = {id(call): call for one in packed.values() for call in one.calls}
-        # A rank that does not take a LazyResult that its peers take is told of its failure all the same, or it would wait for them in a collective.
-        all_take_all = all(len(one.calls) == len(upstream) for one in packed.values())
-        taken = {} if all_take_all else dict.fromkeys(result for one in packed.values() for result in one.results)
-        references: list[Any] = []
-        for rank, share in enumerate(shares):
-            mine = packed[id(share)]
-            header = Header(
-                method=spec.name,
-                slots=mine.slots,
-                part=share.part,
-                splits=splits,
-                allow_empty=spec.allow_empty,
-                timeout_s=timeout_s,
-                iterator=iterators[rank] if iterators else None,
-                opens_iterator=spec.opens_iterator,
-            )
-            others = [result for result in taken if result not in mine.results]
-            references.append(getattr(self._crew.actors[rank], actor_method).remote(header, mine.payload, *extra, *mine.results, *others))
-        call = PendingCall(self, spec, references, list(upstream.values()), driver_line(), timeout_s)
+        sender = self._sender(spec, shares, iterators) if prepared is None else prepared
+        ranks = range(len(shares) if prepared is None else self.num_workers)
+        references = [getattr(self._crew.actors[rank], actor_method).remote(*sender.objects(rank, extra)) for rank in ranks]
+        call = PendingCall(self, spec, references, sender.upstream, driver_line(), self._timeout_s(spec))
         self._calls.append(call)
         return call
 
@@ -197,7 +176,7 @@ class RayComponent:
                 f"ranks {ended} of {self.describe()} came to the end of the iteration from {call.line} before the others, whose items would be "
                 f"lost: have all ranks yield as often"
             )
-        lazy = LazyResult(CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
+        lazy = LazyResult[Any](CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
         return lazy.get() if spec.sync or not spec.lazy_collect else lazy
 
     def calls_before(self, call: PendingCall) -> list[PendingCall]:
@@ -312,6 +291,13 @@ class RayComponent:
             for actor, number in zip(self._crew.actors, numbers, strict=False):
                 actor.close_iterator.remote(number)
 
+    def _timeout_s(self, spec: MethodSpec) -> float:
+        return self.limits.call_timeout_s if spec.timeout_s is None else spec.timeout_s
+
+    def _sender(self, spec: MethodSpec, shares: Sequence[Share], iterators: Sequence[int] = ()) -> Sender:
+        host = self._open_host()
+        return Sender(spec, self._timeout_s(spec), host.known_splits(), *host.compression(self.group_name), shares, iterators)
+
     def _is_lost(self) -> bool:
         return self._lost is not None
 
@@ -322,9 +308,8 @@ class RayComponent:
         try:
             crew = host.start_workers(self, origin.cls, origin.num_workers)
             self._set_crew(crew)
-            shares = [Share((), {})] * self.num_workers
             extra = crew.actors[0].meet.remote(), self.restarts
-            wait_for([self.submit("build", _BUILD_SPEC, shares, extra=extra, prepared=origin.arguments)], None)
+            wait_for([self.submit("build", _BUILD_SPEC, (), extra=extra, prepared=origin.arguments)], None)
         except BaseException as error:
             with self._lock:
                 self._lost = self._reasons[self.restarts] = f"{reason}: {error}"[:_REASON_CHARACTERS]

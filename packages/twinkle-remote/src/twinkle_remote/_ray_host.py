@@ -9,6 +9,7 @@ from twinkle_remote._local import check_mesh_fits, find_group
 from twinkle_remote._packing import ship_definitions
 from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import Component, Execute
+from twinkle_remote._ray_api import ray
 from twinkle_remote._ray_component import RayComponent
 from twinkle_remote._ray_messages import Limits, Link
 from twinkle_remote._ray_places import Crew, Places, start_workers
@@ -32,6 +33,7 @@ class RayHost:
         self._borrowed: weakref.WeakValueDictionary[tuple[str, int], RayComponent] = weakref.WeakValueDictionary()
         self._totals: list[Totals] = []
         self._in_process: dict[str, Totals] = {}
+        self._compression: dict[str, tuple[int | None, frozenset[int]]] = {}
         self._splits = tuple(sorted({group.num_workers for group in groups.values()}))
 
     def places(self) -> tuple[Places, Any]:
@@ -98,6 +100,16 @@ class RayHost:
     def known_splits(self) -> tuple[int, ...]:
         """Into how many parts batches may be cut: the data ranks of all known meshes and the workers of all groups."""
         return self._splits
+
+    def compression(self, group_name: str) -> tuple[int | None, frozenset[int]]:
+        """Above how many bytes to compress (None: nothing), and the ranks of a group that are on other nodes than this process."""
+        if group_name not in self._compression:
+            places, _ = self.places()
+            far: frozenset[int] = frozenset()
+            if places.compress_above_bytes is not None:
+                far = places.ranks_elsewhere(group_name, ray.util.get_node_ip_address())
+            self._compression[group_name] = places.compress_above_bytes, far
+        return self._compression[group_name]
 
     def record(self, component: str, method: str, start_s: float, end_s: float, *, failed: bool) -> None:
         """See `Runtime.record`."""

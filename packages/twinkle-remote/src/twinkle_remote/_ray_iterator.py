@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from twinkle_remote._dispatch import Share
+from twinkle_remote._dispatch import whole_share
 from twinkle_remote._errors import ComponentLostError, RemoteAttributeError
 from twinkle_remote._protocol import MethodSpec
 from twinkle_remote._ray_calls import PendingCall, wait_for
@@ -59,7 +59,7 @@ class RemoteIterator(Iterator[Any]):
         raise RemoteAttributeError("an iterator over a component cannot be pickled: pass the component, or what the iterator gives")
 
     def _submit(self, actor_method: str, spec: MethodSpec) -> PendingCall:
-        share = Share((), {})
+        share = whole_share((), {})
         return self._component.submit(actor_method, spec, [share] * len(self._numbers), self._numbers)
 
     def _finish(self, *, everywhere: bool) -> None:

@@ -4,18 +4,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinkle_mesh import DeviceGroup, DeviceMesh
-from twinkle_remote._dispatch import Part
 from twinkle_remote._protocol import Collect
+from twinkle_remote._views import Operation
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """A LazyResult among the arguments: how many of the upstream results are its, how they are collected, and whether this
-    worker takes only its part of it."""
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The value of a call: results first..first + num_results of those sent along, how they are collected, and over which mesh."""
 
+    first: int
     num_results: int
     collect: Collect
     mesh: DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A value that is sent along."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An operation on other trees."""
+
+    operation: Operation
+    inner: tuple["Tree", ...]
+
+
+Tree = Leaf | Here | Node
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A LazyResult among the arguments, and whether a worker takes only its part of it."""
+
+    tree: Tree
     sliced: bool
 
 
@@ -23,19 +48,20 @@ class Slot:
 class Header:
     """What a worker is told about a call.
 
-    method: its name. slots: the LazyResults in the arguments. part: which part of the batch arguments is this worker's. splits: see
-    `keep`. allow_empty: see `remote_function`. timeout_s: for fetching. iterator: of which `__next__` is meant; None: of the object.
-    opens_iterator: whether the method returns an iterator that the worker is to keep.
+    method: its name. slots: the LazyResults in the arguments. splits, compress_above_bytes: see `keep`. allow_empty: see
+    `remote_function`. timeout_s: for fetching. iterator: of which `__next__` is meant; None: of the object. opens_iterator: whether the method
+    returns an iterator that the worker is to keep. routed: the slots' recipes are sent along, rather than the results they are made of.
     """
 
     method: str
     slots: tuple[Slot, ...] = ()
-    part: Part | None = None
     splits: tuple[int, ...] = ()
     allow_empty: bool = False
     timeout_s: float
     iterator: int | None = None
     opens_iterator: bool = False
+    routed: bool = False
+    compress_above_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

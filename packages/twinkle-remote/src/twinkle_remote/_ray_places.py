@@ -19,7 +19,8 @@ _NODE_PIN = 0.001
 class Places:
     """The reserved places of all groups. It pickles: workers get it, to build components in other groups.
 
-    addresses: of the plan's nodes, as Ray calls them. reserved: the groups' placement groups. token: see `_control`.
+    addresses: of the plan's nodes, as Ray calls them. reserved: the groups' placement groups. token: see `_control`. compress_above_bytes: None
+    also where everything is on one node.
     """
 
     groups: dict[str, DeviceGroup]
@@ -29,10 +30,15 @@ class Places:
     threads_per_worker: int | None
     limits: Limits
     token: str
+    compress_above_bytes: int | None
 
     def slots(self, group_name: str, num_workers: int) -> tuple[WorkerSlot, ...]:
         """The places of the first `num_workers` workers of a group."""
         return self.plan.workers[group_name][:num_workers]
+
+    def ranks_elsewhere(self, group_name: str, address: str) -> frozenset[int]:
+        """The ranks of a group that are on other nodes than that of this address."""
+        return frozenset(slot.rank for slot in self.plan.workers[group_name] if self.addresses[slot.node_index] != address)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

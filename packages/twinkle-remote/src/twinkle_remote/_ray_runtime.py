@@ -36,10 +36,12 @@ class RayRuntime(RayHost):
         object_store_bytes: int | None,
         address: str | None,
         trace: str | Path | None,
+        compress_above_bytes: int | None,
         on_shutdown: Callable[["RayRuntime"], None],
     ) -> None:
         super().__init__(named(groups), limits, secrets.token_hex(16), None if trace is None else Trace(trace))
         self._threads_per_worker = threads_per_worker
+        self._compress_above_bytes = compress_above_bytes
         self._on_shutdown = on_shutdown
         self._reserved: dict[str, Any] = {}
         if address is None:
@@ -119,6 +121,8 @@ class RayRuntime(RayHost):
                     f"{self.limits.start_timeout_s:g} s; it has free: {free}. Other jobs may hold the rest: wait for them, "
                     f"make the group smaller, or raise start_timeout_s"
                 )
+        used = {addresses[slot.node_index] for slots in self.plan.workers.values() for slot in slots}
+        one_node = not used - {ray.util.get_node_ip_address()}
         return Places(
             groups=self.groups,
             plan=self.plan,
@@ -127,4 +131,5 @@ class RayRuntime(RayHost):
             threads_per_worker=self._threads_per_worker,
             limits=self.limits,
             token=self.token,
+            compress_above_bytes=None if one_node else self._compress_above_bytes,
         )

@@ -4,23 +4,23 @@ import inspect
 import os
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from twinkle_remote import _event_loop, _state
+from twinkle_remote._collect import unweighted
 from twinkle_remote._control import ControlServer
-from twinkle_remote._dispatch import Part, check_enough
-from twinkle_remote._errors import DispatchError, WorkerDiedError
 from twinkle_remote._failures import Failure, format_remote_traceback, parts_of, summarize
-from twinkle_remote._lazy import resolve, slots
+from twinkle_remote._lazy import resolve
 from twinkle_remote._meeting import Rendezvous, hold_port
-from twinkle_remote._packing import pack, unpack
+from twinkle_remote._packing import pack
 from twinkle_remote._ray_api import ray
 from twinkle_remote._ray_calls import waits_for_a_call
 from twinkle_remote._ray_messages import Header, Hello, Identity
+from twinkle_remote._ray_routing import filled_slots, first_failure
+from twinkle_remote._ray_wire import read, unpack_arguments
 from twinkle_remote._ray_worker_runtime import WorkerRuntime
-from twinkle_remote._shards import Inline, Result, Stop, fetch, keep
+from twinkle_remote._shards import Given, Result, Stop, heard, inline, keep
 from twinkle_remote._traffic import Timing, traffic
 
 
@@ -46,65 +46,80 @@ class Worker:
         self._listen_fd = port.listen_fd
         return port.host, port.port
 
-    def build(self, header: Header, payload: Any, meeting: tuple[str, int], restarts: int, *upstream: Any) -> "Result | Failure":
-        """Construct the component's object; after a restart its `restore` method is called too."""
+    def build(self, packed: Any, meeting: tuple[str, int], restarts: int, *following: Any) -> Any:
+        """Construct the component's object; after a restart its `restore` method is called too. following: what belongs to the message. Answers with
+        a Result or Failure, as `heard` reads it.
+        """
         identity = self._identity
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
         place = Rendezvous(host=meeting[0], port=meeting[1], listen_fd=self._listen_fd, rank=identity.rank, world_size=identity.world_size)
         _state.become_worker(_state.WorkerState(host=self._host, rendezvous=place), WorkerRuntime(identity))
         start_s = time.time()
         try:
-            failed = _first_failure(upstream)
+            message, upstream = read(packed, following)
+            answers = [heard(answer) for answer in upstream]
+            failed = first_failure(answers)
             if failed is not None:
                 return failed
-            with _filled_slots(header, upstream):
-                (cls, args, kwargs), _ = unpack(payload)
+            with filled_slots(message, answers):
+                (cls, args, kwargs), _ = unpack_arguments(message)
             self._target = cls(*args, **kwargs)
             if restarts and hasattr(self._target, "restore"):
                 with _state.running(self._target):
                     _event_loop.finish(self._target.restore())
-            return Result(None, (0, 0), (Inline(None),), start_s, time.time())
+            return _nothing(start_s)
         except (Exception, SystemExit) as error:
-            return self._failure(header.method, error)
+            return self._failure("__init__", error)
 
-    def call(self, header: Header, payload: Any, *upstream: Any) -> "Result | Stop | Failure":
-        """Call a method of the object, or advance one of its iterators."""
+    def call(self, packed: Any, *following: Any) -> Any:
+        """Call a method of the object, or advance one of its iterators. following: what belongs to the message. Answers with a Result, Stop or
+        Failure, as `heard` reads it.
+        """
         received_s = start_s = time.time()
         fetched_bytes, stored_bytes = traffic.fetched_bytes, traffic.stored_bytes
+        method = "a call"
+        iterator: int | None = None
         try:
-            failed = _first_failure(upstream)
+            message, upstream = read(packed, following)
+            header = message.header
+            method, iterator = header.method, header.iterator
+            answers = [heard(answer) for answer in upstream]
+            failed = first_failure(answers)
             if failed is not None:
                 return failed
-            with _filled_slots(header, upstream) as shares:
-                args, kwargs = unpack(payload)
+            with filled_slots(message, answers) as given:
+                args, kwargs = unpack_arguments(message)
             fetched_bytes = traffic.fetched_bytes - fetched_bytes
             start_s = time.time()
             with _state.running(self._target):
                 value = _run(self._target, self._iterators, header, args, kwargs)
             end_s = time.time()
             if header.opens_iterator:
-                return Result(None, (0, 0), (Inline(self._keep_iterator(value)),), start_s, end_s)
-            result = keep(resolve(value), _share(header.part, shares), header.part, header.splits, start_s, end_s)
-            return replace(result, timing=Timing(received_s, time.time(), fetched_bytes, traffic.stored_bytes - stored_bytes))
+                return Result(None, (0, 0), (inline(self._keep_iterator(value)),), start_s, end_s).answer()
+            value, weight = unweighted(resolve(value))
+            given = _as_given(given, args, kwargs)
+            result = keep(value, given, message.part, header.splits, start_s, end_s, weight, header.compress_above_bytes)
+            timing = Timing(received_s, time.time(), fetched_bytes, traffic.stored_bytes - stored_bytes)
+            return replace(result, timing=timing).answer()
         except StopIteration as error:
-            if header.method != "__next__":
-                return self._failure(header.method, error)
-            if header.iterator is not None:
-                self._iterators.pop(header.iterator, None)
+            if method != "__next__":
+                return self._failure(method, error)
+            if iterator is not None:
+                self._iterators.pop(iterator, None)
             return Stop(start_s, time.time())
         except (Exception, SystemExit) as error:
-            return self._failure(header.method, error)
+            return self._failure(method, error)
 
-    def close_iterator(self, which: "Header | int", *_: Any) -> "Result | Failure":
-        """Close an iterator that nobody will advance any more. which: its number, or the header of a call that somebody waits for."""
+    def close_iterator(self, which: Any, *_: Any) -> Any:
+        """Close an iterator that nobody will advance any more. which: its number, or the message of a call that somebody waits for."""
         start_s = time.time()
-        number = which.iterator if isinstance(which, Header) else which
+        number: int | None = which if isinstance(which, int) else read(which, ())[0].header.iterator
         iterator = self._iterators.pop(number or 0, None)
         try:
             if isinstance(iterator, Generator):
                 with _state.running(self._target):
                     iterator.close()
-            return Result(None, (0, 0), (Inline(None),), start_s, time.time())
+            return _nothing(start_s)
         except Exception as error:
             return self._failure("close", error)
 
@@ -147,50 +162,13 @@ def _run(target: Any, iterators: dict[int, Any], header: Header, args: tuple[Any
     return _event_loop.finish(attribute(*args, **kwargs))
 
 
-def _first_failure(upstream: Sequence[Any]) -> Failure | None:
-    return min((result for result in upstream if isinstance(result, Failure)), key=lambda failure: failure.end_s, default=None)
+def _nothing(start_s: float) -> Any:
+    return Result(None, (0, 0), (inline(None),), start_s, time.time()).answer()
 
 
-def _share(part: Part | None, shares: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
-    if shares:
-        return shares[0]
-    if part is None or part.total is None:
+def _as_given(given: Given | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Given | None:
+    """`given`, with whether it is a tuple, which a tuple that is returned may go with."""
+    if given is None:
         return None
-    bounds = part.bounds(part.total)
-    return bounds.start, bounds.stop, part.total
-
-
-@contextmanager
-def _filled_slots(header: Header, upstream: Sequence[Any]) -> Any:
-    """Fetch what the slots need, for the unpacking inside; yields the (start, stop, total) of those that were cut."""
-    values: list[Any] = []
-    shares: list[tuple[int, int, int]] = []
-    first = 0
-    for slot in header.slots:
-        results = upstream[first : first + slot.num_results]
-        first += slot.num_results
-        try:
-            value, share = fetch(results, slot.collect, slot.mesh, header.part if slot.sliced else None, header.timeout_s)
-        except ray.exceptions.RayError as error:
-            raise WorkerDiedError(
-                f"a LazyResult among the arguments of {header.method} is lost: its worker has ended, or could not be reached within "
-                f"{header.timeout_s:g} s ({summarize(error)})"
-            ) from error
-        values.append(value)
-        if share is not None:
-            shares.append(share)
-    totals = {share[2] for share in shares}
-    if header.part is not None and header.part.total is not None:
-        totals.add(header.part.total)
-    if len(totals) > 1:
-        raise DispatchError(
-            f"{header.method}: its lists and arrays are cut into the same parts, but they have {', '.join(map(str, sorted(totals)))} items: "
-            f"make them equally long, or use dispatch='all' or a dispatch function"
-        )
-    if shares and header.part is not None:
-        check_enough(header.method, "a LazyResult", shares[0][2], header.part.parts, "ranks", header.allow_empty)
-    token = slots.set(values)
-    try:
-        yield shares
-    finally:
-        slots.reset(token)
+    as_tuple = any(type(value) is tuple and len(cast("tuple[Any, ...]", value)) == given.stop - given.start for value in (*args, *kwargs.values()))
+    return replace(given, as_tuple=True) if as_tuple else given

@@ -1,15 +1,15 @@
-"""What counts as a batch (list, tuple, numpy array, torch tensor), how it is cut and how parts are joined.
+"""What counts as a batch (list, tuple, numpy array, torch tensor, dict of columns), how it is cut and how parts are joined.
 
 torch is used only where the caller's values are tensors, so it is imported already.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from twinkle_remote._errors import CollectError
 
-BatchKind = Literal["list", "tuple", "array", "tensor"]
+BatchKind = Literal["list", "tuple", "array", "tensor", "columns"]
 
 
 def _torch() -> Any:
@@ -41,6 +41,52 @@ def batch_kind(value: Any) -> BatchKind | None:
     return None
 
 
+def column_lengths(value: Any, name: str = "", also: type | None = None) -> dict[str, int | None] | None:
+    """The lengths of the columns of a dict that is a batch, by name; None for what is not one.
+
+    A dict is a batch where all its values are batches (or dicts that are), at least one of them an array or a tensor: a dict of lists alone
+    is as likely to be settings. also: a type that counts like an array, of unknown length (None).
+    """
+    lengths: dict[str, int | None] = {}
+    return lengths if isinstance(value, Mapping) and _add_lengths(cast("Mapping[Any, Any]", value), name, also, lengths) else None
+
+
+def _add_lengths(value: Mapping[Any, Any], name: str, also: type | None, lengths: dict[str, int | None]) -> bool:
+    arrays = False
+    for key, column in value.items():
+        label = f"{name}[{key!r}]"
+        if also is not None and isinstance(column, also):
+            lengths[label] = None
+            arrays = True
+        elif isinstance(column, Mapping):
+            inner: dict[str, int | None] = {}
+            if not _add_lengths(cast("Mapping[Any, Any]", column), label, also, inner):
+                return False
+            lengths |= inner
+            arrays = True
+        elif (kind := batch_kind(column)) is None:
+            return False
+        else:
+            lengths[label] = len(column)
+            arrays = arrays or kind in ("array", "tensor")
+    return arrays
+
+
+def result_kind(value: Any) -> tuple[BatchKind | None, int]:
+    """The kind of batch that a method returned, dicts of columns of one length included, and its length (0 for what is not a batch)."""
+    if (kind := batch_kind(value)) is not None:
+        return kind, len(value)
+    lengths = column_lengths(value)
+    return ("columns", next(iter(lengths.values())) or 0) if lengths and len(set(lengths.values())) == 1 else (None, 0)
+
+
+def cut(value: Any, bounds: slice) -> Any:
+    """The items of a batch, of each column of a dict, within `bounds`."""
+    if isinstance(value, Mapping):
+        return {key: cut(column, bounds) for key, column in cast("Mapping[Any, Any]", value).items()}
+    return value[bounds]
+
+
 def even_slice(n: int, parts: int, index: int) -> slice:
     """Part `index` of `n` items cut into `parts`: in order, sizes differ by at most one, as DeviceMesh.get_slice."""
     share, longer = divmod(n, parts)
@@ -48,11 +94,27 @@ def even_slice(n: int, parts: int, index: int) -> slice:
     return slice(start, start + share + (index < longer))
 
 
+def are_batches(parts: Sequence[Any]) -> bool:
+    """Whether all parts are batches (dicts apart). Takes a few nanoseconds a part where they are of one type."""
+    types = set(map(type, parts))
+    if types <= {list} or types == {tuple}:
+        return True
+    if len(types) == 1 and (is_array(parts[0]) or is_tensor(parts[0])):
+        return all(part.ndim for part in parts)
+    return all(batch_kind(part) for part in parts)
+
+
 def join(parts: Sequence[Any]) -> Any:
-    """Put batches of one kind end to end. Raises CollectError for batches of different kinds."""
+    """Put batches of one kind end to end, dicts column by column. Raises CollectError for batches of different kinds or columns."""
     if len(parts) == 1:
         return parts[0]
-    kinds = {batch_kind(part) for part in parts}
+    first = parts[0]
+    if isinstance(first, Mapping):
+        names = cast("Mapping[Any, Any]", first).keys()
+        if not all(isinstance(part, Mapping) and cast("Mapping[Any, Any]", part).keys() == names for part in parts):
+            raise CollectError(f"cannot cut dicts whose keys differ between ranks into rows: some have {', '.join(map(repr, names))}, others do not")
+        return {name: join([part[name] for part in parts]) for name in names}
+    kinds = {batch_kind(part) for part in parts} if len(set(map(type, parts))) > 1 else {batch_kind(first)}
     if len(kinds) != 1 or None in kinds:
         raise CollectError(f"cannot join batches of different types: {', '.join(sorted({type(part).__name__ for part in parts}))}")
     kind = kinds.pop()

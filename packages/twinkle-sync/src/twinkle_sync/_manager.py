@@ -129,11 +129,11 @@ class CheckpointEngineManager:
         # Both calls are started before either is waited for: each blocks in its worker until the other one runs. What runs in the driver's
         # own process is started last, since it returns only when it is done; in one process the sender leaves its messages and the receiver
         # then runs them.
-        def send() -> LazyResult:
-            return cast(LazyResult, self._model.send_weights(plan))
+        def send() -> LazyResult[Any]:
+            return self._model.send_weights(plan)
 
-        def receive() -> LazyResult:
-            return cast(LazyResult, self._sampler.receive_weights(plan))
+        def receive() -> LazyResult[Any]:
+            return self._sampler.receive_weights(plan)
 
         if channel.in_memory or not channel.sender_is_here:
             sent, received = send(), receive()
@@ -161,7 +161,7 @@ class _Channel:
 def _as_list(collected: Any) -> list[Any]:
     """`collect='none'` gives a list of all ranks' values on Ray and this rank's own value in one process."""
     if isinstance(collected, LazyResult):
-        collected = collected.get()
+        collected = cast("LazyResult[Any]", collected).get()
     return list(cast("list[Any]", collected)) if isinstance(collected, list | tuple) else [collected]
 
 
@@ -172,7 +172,7 @@ def _agreed(receipts: list[TransferReceipt], version: int, expected: int) -> Tra
     return receipts[0]
 
 
-def _root_cause(first: Exception, *results: LazyResult) -> Exception:
+def _root_cause(first: Exception, *results: LazyResult[Any]) -> Exception:
     """What went wrong, when one side's failure shows on the other as a lost peer or a timeout, maybe before its own error is seen.
 
     Collecting both results also keeps their errors from turning up at a later, unrelated call.
