@@ -56,6 +56,7 @@ class Where:
     def meet(self):
         """All ranks connect to the socket that rank 0 holds."""
         place = tr.rendezvous()
+        assert place is not None
         if place.listen_fd is None:
             with socket.create_connection((place.host, place.port), timeout=30):
                 return place.host

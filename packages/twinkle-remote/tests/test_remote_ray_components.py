@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ class Boss:
     """Builds and uses other components."""
 
     def __init__(self):
-        self.workers = None
+        self.workers: Any = None
 
     @tr.remote_function(dispatch="all", collect="first")
     def hire(self, start):

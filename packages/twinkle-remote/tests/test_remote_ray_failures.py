@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ class Part:
         time.sleep(600)
 
     @tr.remote_function(dispatch="all")
-    def fail_while_peers(self, what, seconds, helper=None):
+    def fail_while_peers(self, what, seconds, helper: Any = None):
         if self.rank == 0:
             raise KeyError(what)
         if what == "sleep":

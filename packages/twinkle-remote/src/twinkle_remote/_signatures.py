@@ -20,8 +20,8 @@ class Lazily(Protocol):
 
     @overload
     def __call__(self, method: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, LazyResult[R]]: ...
-    @overload
-    def __call__(self, method: Callable[P, Iterator[Any]], /) -> Callable[P, Iterator[Any]]: ...
+    @overload  # the first that fits wins, so the overlap with the last is meant
+    def __call__(self, method: Callable[P, Iterator[Any]], /) -> Callable[P, Iterator[Any]]: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def __call__(self, method: Callable[P, Weighted[R]], /) -> Callable[P, LazyResult[R]]: ...
     @overload
