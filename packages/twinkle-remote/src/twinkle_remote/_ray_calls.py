@@ -252,7 +252,7 @@ def _with_blockers(calls: Iterable[PendingCall]) -> list[PendingCall]:
 
 def _timed_out(calls: Sequence[PendingCall], open_calls: Sequence[PendingCall], limit_s: float, *, final: bool) -> CallTimeoutError:
     late = "; ".join(f"{call.name}: ranks {call.running_ranks()} of group {call.component.group_name!r} still run" for call in open_calls)
-    message = f"{', '.join(call.name for call in calls)} did not finish within {limit_s:g} s, called from {calls[0].line}: {late}"
+    message = f"{', '.join(call.name for call in calls)} did not finish within {round(limit_s, 2):g} s, called from {calls[0].line}: {late}"
     if not final:
         return CallTimeoutError(message)
     stacks = "\n".join(call.component.stacks(call.running_ranks()) for call in open_calls)
@@ -262,7 +262,7 @@ def _timed_out(calls: Sequence[PendingCall], open_calls: Sequence[PendingCall], 
     for call in open_calls:
         call.fail(error)
         call.reported = True
-        call.component.kill(f"{calls[0].name} did not finish within {limit_s:g} s", call.crew_number)
+        call.component.kill(f"{calls[0].name} did not finish within {round(limit_s, 2):g} s", call.crew_number)
     return error
 
 
