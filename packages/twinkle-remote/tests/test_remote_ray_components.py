@@ -1,6 +1,6 @@
 """What a component can be on Ray: built by other components, passed between them, with generators, properties and async methods."""
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import asyncio
 import gc

@@ -1,6 +1,6 @@
 """What becomes of components whose workers fail, hang, die or are late. One Ray serves the whole module."""
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import asyncio
 import ctypes
