@@ -65,7 +65,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_starts(c
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "2"}', "row 1: _conversation failed: no field 'messages' (the row has 'text')"),
+        ('{"text": "2"}', "row 1 (chats.jsonl, line 2): _conversation failed: no field 'messages' (the row has 'text')"),
         ('{"messages": [{"role": "user"}]}', "Trajectory.messages[0] has no 'content'"),
         ("{", "line 2: not valid JSON"),
     ],
