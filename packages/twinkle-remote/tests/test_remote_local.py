@@ -16,6 +16,7 @@ import pytest
 
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, DeviceMesh
+from twinkle_remote._views import Held
 
 
 @tr.remote_class()
@@ -281,10 +282,13 @@ class SlowSource:
     def ready(self):
         return False
 
-    def collect(self, timeout_s):
+    def open(self, timeout_s):
         self.limits.append(timeout_s)
         time.sleep(self.wait_s)
-        return 1
+        return Held(1)
+
+    def calls(self):
+        return [self]
 
     def wait_all(self, sources, timeout_s):
         time.sleep(self.wait_s)
