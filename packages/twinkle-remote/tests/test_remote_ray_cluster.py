@@ -171,7 +171,7 @@ def test_the_loss_of_a_node_is_told_and_a_restart_says_what_is_missing(cluster, 
     lost_ranks = [rank for rank, node in enumerate(nodes) if node == THIRD]
     near = Where(remote_group="near")
     kept, lost = (wide.echo([np.full(50_000, i) for i in range(5)]) for _ in range(2))
-    assert len(kept) == 5
+    assert len(kept.get()) == 5
     while not lost.ready():
         time.sleep(0.01)
     cluster.remove_third()
