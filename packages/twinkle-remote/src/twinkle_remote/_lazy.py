@@ -150,11 +150,14 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         """
         begin = time.monotonic()
         # Another thread that collects without a limit of its own has the call's deadline.
-        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            raise CallTimeoutError(f"another thread was still collecting this result after {timeout_s} s")
+        left_s = timeout_s
+        if not self._lock.acquire(blocking=False):
+            if not self._lock.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+                raise CallTimeoutError(f"another thread was still collecting this result after {timeout_s} s")
+            left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin))
         try:
             if self._value is None:
-                self._value = (self._remembering(lambda: self._collect(None if timeout_s is None else begin + timeout_s)),)
+                self._value = (self._remembering(lambda: self._collect(left_s)),)
             return self._value[0]
         finally:
             self._lock.release()
@@ -222,11 +225,11 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         register = packing.get()
         return (_same, (self.get(),)) if register is None else register(self, False)
 
-    def _collect(self, deadline: float | None) -> Any:
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        whole = self._source.open(left_s).whole()
+    def _collect(self, timeout_s: float | None) -> Any:
+        begin = time.monotonic()
+        whole = self._source.open(timeout_s).whole()
         # A result that is here already is taken also after a deadline that its call has just kept.
-        return whole.run(None if deadline is None else max(_FETCH_S, deadline - time.monotonic()))
+        return whole.run(None if timeout_s is None else max(_FETCH_S, timeout_s - (time.monotonic() - begin)))
 
     def _remembering(self, ask: Callable[[], U]) -> U:
         """What `ask` says. An error other than a time-out is raised again by all that comes."""
