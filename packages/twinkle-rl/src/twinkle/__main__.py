@@ -1,7 +1,6 @@
 """`python -m twinkle` is the `twinkle` command."""
 
-import sys
+from twinkle.cli.main import entry
 
-from twinkle.cli.main import main
-
-sys.exit(main())
+if __name__ == "__main__":  # a process that multiprocessing spawns imports this file again
+    entry()

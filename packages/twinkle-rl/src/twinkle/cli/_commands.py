@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from twinkle._errors import ConfigError, TwinkleError
+from twinkle.cli.main import INTERRUPTED
 from twinkle.config import GRPOConfig, SFTConfig, TopologyConfig
 from twinkle.run import say
-
-INTERRUPTED = 130
 
 # The base error of every layer: looked up, not imported, since an error of a layer means that it was imported.
 _BASE_ERRORS = {

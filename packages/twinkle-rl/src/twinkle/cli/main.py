@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rich.console import Console
+
+INTERRUPTED = 130
 
 USAGE = """usage: twinkle COMMAND [OPTIONS]
 
@@ -44,3 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from twinkle.cli._commands import run_command
 
     return run_command(words[0], words[1:], console, errors)
+
+
+def entry() -> NoReturn:
+    """What the installed `twinkle` command calls: `main`, then the end of the process."""
+    status = main()
+    if status == INTERRUPTED:
+        # Threads that still wait in Ray or torch crash now and then when the interpreter is taken down beneath them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -208,10 +208,10 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     rollouts = read_rollouts(source)
     first = next(rollouts, None)
     layout = plan_layout(config.runtime, config.actor)
+    check_trainer(source / INITIAL_POLICY, layout)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
     folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
-    check_trainer(source / INITIAL_POLICY, layout)
     with running(config.runtime, layout), Progress(config.steps, console) as progress:
         actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
         set_up_actor(actor, config)
