@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from twinkle.run._interruption import Interruption
+
 
 def say(console: Console, message: str) -> None:
     """Print a message as it is: no markup, no highlighting, no wrapping (it may hold a path or an option)."""
@@ -18,6 +20,8 @@ def say(console: Console, message: str) -> None:
 
 class Progress:
     """Shows the last steps of a run as a table that follows along, and messages above it.
+
+    Every message and every step raises KeyboardInterrupt if Ctrl-C was pressed and got lost (see `Interruption`).
 
     Args:
         total_steps: length of the run in steps.
@@ -32,22 +36,27 @@ class Progress:
         self._start = time.perf_counter()
         self._rows: list[dict[str, Any]] = []
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._interruption = Interruption()
 
     def __enter__(self) -> Progress:
+        self._interruption.__enter__()
         if self._live:
             self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._interruption.__exit__()
         if self._live:
             self._live.stop()
 
     def say(self, message: str) -> None:
         """Print a message, with the seconds since the start, above the table."""
+        self._interruption.check()
         say(self._console, f"[{time.perf_counter() - self._start:4.0f} s] {message}")
 
     def step(self, row: dict[str, Any]) -> None:
         """Show one step's figures: the keys that `metrics.jsonl` has."""
+        self._interruption.check()
         self._rows = [*self._rows[-7:], row]
         if self._live:
             self._live.update(self._table())
