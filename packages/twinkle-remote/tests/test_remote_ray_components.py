@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -295,3 +296,9 @@ def test_draw_shows_groups_nodes_and_components(runtime, counter):
     drawn = runtime.draw()
     for part in ("group pair: 2 cpu workers", "node 0", "Counter:", "the way of a batch"):
         assert part in drawn
+    picture = ElementTree.fromstring(runtime.draw(format="svg"))
+    shown = " ".join(picture.itertext())
+    for part in ("group pair: 2 cpu workers", "node 0", "Counter"):
+        assert part in shown
+    with pytest.raises(ValueError, match="format"):
+        runtime.draw(format="png")

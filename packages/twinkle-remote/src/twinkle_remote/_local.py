@@ -88,8 +88,8 @@ class LocalRuntime:
     def stats(self) -> dict[str, ComponentStats]:
         return {name: totals.snapshot() for name, totals in self._totals.items()}
 
-    def draw(self) -> str:
-        return draw_topology(self.groups.values(), [])
+    def draw(self, *, format: Literal["text", "svg"] = "text") -> str:
+        return draw_topology(self.groups.values(), [], format=format)
 
     def shutdown(self) -> None:
         try:

@@ -136,8 +136,11 @@ class Runtime(Protocol):
         """A component in this process has run a method: for `stats` and the trace."""
         ...
 
-    def draw(self) -> str:
-        """The groups, their nodes, the components on them and the way of a batch, as plain text."""
+    def draw(self, *, format: Literal["text", "svg"] = "text") -> str:
+        """The groups, their nodes, the components on them and the way of a batch: plain text, or a whole SVG file.
+
+        The SVG leaves out components that run on rank 0 only, which the text names. Raises ValueError for another format.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -123,10 +123,14 @@ class RayHost:
         """See `Runtime.stats`."""
         return {totals.name: totals.snapshot() for totals in (*self._totals, *self._in_process.values())}
 
-    def draw(self) -> str:
+    def draw(self, *, format: Literal["text", "svg"] = "text") -> str:
         """See `Runtime.draw`."""
         whole = [one for one in self._components.values() if one.num_workers == one.mesh.world_size == self.groups[one.group_name].num_workers]
         places, _ = self.places()
-        text = draw_topology(self.groups.values(), [(one.class_name, one.group_name, one.mesh) for one in whole], places.plan)
+        drawing = draw_topology(
+            self.groups.values(), [(one.class_name, one.group_name, one.mesh) for one in whole], places.plan, format=format
+        )
+        if format == "svg":
+            return drawing
         first = [f"{one.class_name}: only on rank 0 of group {one.group_name}" for one in self._components.values() if one not in whole]
-        return "\n".join([text, *([""] if first else []), *first])
+        return "\n".join([drawing, *([""] if first else []), *first])
