@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from ray._private.internal_api import node_stats
 from ray.cluster_utils import Cluster
 
 import twinkle_remote as tr
@@ -26,6 +27,7 @@ from twinkle_mesh import DeviceGroup, PlacementError
 
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
 GROUPS = [DeviceGroup("wide", 5, "cpu"), DeviceGroup("gpus", [0, 1, 2, 3], "cuda", gpus_per_worker=2), DeviceGroup("near", [0], "cuda")]
+COMPRESS_ABOVE = 2 << 20
 OTHER_DRIVER = """
 import os, sys, time
 import twinkle_remote as tr
@@ -70,6 +72,10 @@ class Where:
     def echo(self, values):
         return values
 
+    @tr.remote_function(dispatch="all", lazy_collect=False)
+    def total(self, values):
+        return int(values.sum())
+
 
 def add_node(cluster, **settings):
     """Ray 2.60 gives a raylet 30 s to start, whatever the machine is busy with; so several tries."""
@@ -97,7 +103,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def runtime(cluster):
-    with tr.initialize("ray", groups=GROUPS, address=cluster.address) as runtime:
+    with tr.initialize("ray", groups=GROUPS, address=cluster.address, compress="zstd", compress_above_bytes=COMPRESS_ABOVE) as runtime:
         yield runtime
 
 
@@ -144,6 +150,29 @@ def test_the_devices_of_a_worker_are_on_one_node(runtime):
 def test_a_batch_crosses_nodes(wide, runtime):
     batch = [np.full(50_000, i) for i in range(7)]
     assert [int(array[0]) for array in Where(remote_group="gpus").echo(wide.echo(batch))] == list(range(7))
+
+
+def stored_bytes(address):
+    """What a node's store has held in all: what its workers put there, and what came from other nodes."""
+    node = next(node for node in ray.nodes() if node["NodeManagerAddress"] == address)
+    return node_stats(address, node["NodeManagerPort"], include_memory_info=False).store_stats.cumulative_created_bytes
+
+
+def test_what_goes_to_another_node_is_compressed_above_the_size(wide, runtime):
+    near = Where(remote_group="near")
+    place = near.where()
+    assert place.node in (SECOND, THIRD)  # the driver's node has no devices
+    even = np.ones(8 << 20, np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, 8 << 20, np.uint8)
+    below = np.ones(COMPRESS_ABOVE // 2, np.uint8)
+    came = []
+    for values in (even, noise, below):
+        before = stored_bytes(place.node)
+        assert near.total(values) == int(values.sum())
+        came.append(stored_bytes(place.node) - before)
+    assert 0 < came[0] < len(even) // 100
+    assert came[1] >= len(noise)  # the controls: what does not shrink, and what is below the size
+    assert came[2] >= len(below)
 
 
 def test_the_workers_of_a_driver_that_is_killed_end(cluster, wide, tmp_path):
