@@ -21,7 +21,7 @@ def test_help_and_no_command(capsys):
         (["gpro"], "unknown command gpro: did you mean grpo?"),
         (["grpo", "--stepz", "3"], "did you mean --steps"),
         (["grpo", "--model", "no/such/folder"], "there is no such folder; give the folder of a Hugging Face checkpoint"),
-        (["sft", "--dataset", "absent.jsonl"], "there is no such file; give a JSONL file"),
+        (["sft", "--dataset", "absent.jsonl"], "there is no such file; give a JSONL, JSON, Parquet or CSV file"),
         (["grpo", "--task.size", "100"], "Raise --task.size, or lower --task.held-out"),
         (["grpo", "--replay", "no/such/run"], "give the folder of a run that was made with --record"),
         (["grpo", "--runtime.device", "cuda"], "use --runtime.device cpu"),
@@ -65,8 +65,9 @@ def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_starts(c
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "2"}', "row 1 (chats.jsonl, line 2): _conversation failed: no field 'messages' (the row has 'text')"),
-        ('{"messages": [{"role": "user"}]}', "Trajectory.messages[0] has no 'content'"),
+        ('{"txt": "2"}', "row 1 (chats.jsonl, line 2)"),
+        ('{"messages": [{"role": "user"}]}', "row 1 (chats.jsonl, line 2)"),
+        ('{"prompt": "2", "chosen": "a", "rejected": "b"}', "row 1 is a preference pair (chosen and rejected)"),
         ("{", "line 2: not valid JSON"),
     ],
 )

@@ -19,7 +19,8 @@ class SFTConfig(CommandConfig):
     model: str | None = None
     """Folder of a Hugging Face checkpoint to start from; empty: what the preset brings."""
     dataset: Path | None = None
-    """A JSONL file, a JSON object with `messages` a line; empty: the arithmetic task."""
+    """A JSONL, JSON, Parquet or CSV file of conversations: OpenAI messages, ShareGPT, Alpaca, prompt and completion, or question and answer;
+    empty: the arithmetic task."""
     run_dir: Path | None = None
     """Folder for everything that the run writes; empty: runs/<command>-<time>."""
     seed: int = Field(default=0, ge=0)

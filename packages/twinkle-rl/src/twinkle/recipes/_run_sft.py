@@ -15,7 +15,7 @@ from twinkle.layout import build_trainer, check_trainer, draw_layout, plan_layou
 from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._warmup import set_up_sft, sft_step
-from twinkle.run import PeakMemory, RunFolder, say
+from twinkle.run import Interruption, PeakMemory, RunFolder, say
 from twinkle_data import DataError, DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
 
@@ -41,13 +41,14 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     say(console, f"run folder: {folder.path}")
     model = _starting_checkpoint(config, texts, folder)
     check_trainer(model, layout)
-    with running(config.runtime, layout), PeakMemory() as memory:
+    with running(config.runtime, layout), PeakMemory() as memory, Interruption() as interruption:
         template = Template(str(model), max_length=config.max_length)
         actor = build_trainer(model, layout, config.actor, config.seed)
         set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)
         losses: list[float] = []
         loader = DataLoader(conversations, batch_size=config.batch_size, shuffle=True, seed=config.seed, num_epochs=None)
         for step, batch in zip(range(1, config.steps + 1), loader, strict=False):
+            interruption.check()
             sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=config.actor.micro_batch_size)
             row: dict[str, Any] = {"step": step, **dict(actor.calculate_metric())}
             folder.append_line("metrics.jsonl", {"kind": "step", **row})
@@ -78,13 +79,15 @@ def _conversations(config: SFTConfig) -> tuple[list[Trajectory], list[str]]:
         texts = [problem.user_data[key] for key in ("question", "response") for problem in task.training[:2000]]
         return [task.worked(problem) for problem in task.training], texts
     if not config.dataset.is_file():
-        raise ConfigError(f"--dataset {config.dataset}: there is no such file; give a JSONL file with `messages` in every line")
+        raise ConfigError(f"--dataset {config.dataset}: there is no such file; give a JSONL, JSON, Parquet or CSV file of conversations")
     try:
-        rows: list[Trajectory] = list(Dataset(str(config.dataset)).map(_conversation))
+        rows = list(Dataset(str(config.dataset)).conversations())
     except DataError as error:
         raise ConfigError(f"--dataset {config.dataset}: {error}") from error
+    pairs = [index for index, row in enumerate(rows) if not isinstance(row, Trajectory)]
+    if pairs:
+        raise ConfigError(
+            f"--dataset {config.dataset}: row {pairs[0]} is a preference pair (chosen and rejected); sft trains on conversations: "
+            "keep the chosen answer of each as `messages`"
+        )
     return rows, [message.content for row in rows[:2000] for message in row.messages]
-
-
-def _conversation(row: dict[str, Any]) -> Trajectory:
-    return Trajectory(messages=row["messages"])

@@ -2,7 +2,8 @@
 
 from twinkle.run._curves import write_curves
 from twinkle.run._folder import RunFolder
+from twinkle.run._interruption import Interruption
 from twinkle.run._memory import PeakMemory
 from twinkle.run._progress import Progress, say
 
-__all__ = ["PeakMemory", "Progress", "RunFolder", "say", "write_curves"]
+__all__ = ["Interruption", "PeakMemory", "Progress", "RunFolder", "say", "write_curves"]
