@@ -105,8 +105,19 @@ def _read(process: subprocess.Popen[bytes], answers: "queue.Queue[tuple[bool, An
             return
 
 
+_pools: list[RankPool] = []
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The ranks end with this folder's tests: the threads of their process groups cost processor time also when nothing is done."""
+    if nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent):
+        for pool in _pools:
+            pool.stop()
+
+
 def _pool(world_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool = RankPool(world_size, tmp_path_factory.mktemp(f"ranks{world_size}"))
+    _pools.append(pool)
     yield pool
     pool.stop()
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from twinkle_mesh import DeviceMesh
 
@@ -89,7 +91,16 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
     _in_use.layout = None
     del groups
+    _forget_embeddings()
     gc.collect()  # the closed models point to the groups in cycles, and the threads end with the last reference
+
+
+def _forget_embeddings() -> None:
+    """megatron-core 0.16.1 caches rotary tables in ``lru_cache``s on methods, which keep each embedding of a closed model, and its group."""
+    for cls in (RotaryEmbedding, YarnRotaryEmbedding):
+        for method in vars(cls).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
 
 
 def release(user: int) -> None:
