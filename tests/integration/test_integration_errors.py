@@ -74,7 +74,15 @@ def test_ctrl_c_ends_the_job_and_leaves_no_process_and_no_ray_session(tmp_path):
     environment = os.environ | {"TMPDIR": str(sessions), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "twinkle", "grpo", *SMALL, "--run-dir", "run"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # Of a shell's background job, pytest among them, Ctrl-C is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     children: list[psutil.Process] = []
     try:

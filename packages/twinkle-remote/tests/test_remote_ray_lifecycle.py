@@ -122,6 +122,8 @@ def test_nothing_stays_behind(script, end, expected):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Of a shell's background job, pytest among them, Ctrl-C is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert driver.stdout is not None

@@ -81,7 +81,7 @@ class LocalRuntime:
         raise RuntimeStateError("a handle works in the driver that built its component and in workers of the same initialize('ray', ...), not here")
 
     def record(self, component: str, method: str, start_s: float, end_s: float, *, failed: bool) -> None:
-        self._totals.setdefault(component, Totals(component, None)).add(method, calls=1, failures=failed, run_s=end_s - start_s)
+        self._totals.setdefault(component, Totals(component, None)).add_run(method, end_s - start_s, failed=failed)
         if self.trace is not None:
             self.trace.add(component, launcher_rank(), method, start_s, end_s)
 

@@ -290,6 +290,12 @@ class CallSource:
         fetch_s = self.call.timeout_s if timeout_s is None else max(_MIN_FETCH_S, timeout_s - (time.monotonic() - begin))
         return _Fetched(self.call, Stored(results, self.collect_how, self.mesh, fetch_s))
 
+    def value(self) -> Any:
+        """Wait for the call, and collect its value."""
+        wait_for([self.call], None)
+        results = [result for rank in self.ranks if isinstance(result := self.call.results[rank], Result)]
+        return _DriverRecipe(self.call, Stored(results, self.collect_how, self.mesh, self.call.timeout_s).whole).run(None)
+
     def calls(self) -> Sequence[CallLike]:
         return (self,)
 

@@ -24,7 +24,7 @@ from twinkle_remote._ray_costs import Costs
 from twinkle_remote._ray_iterator import RemoteIterator
 from twinkle_remote._ray_messages import Limits, Link
 from twinkle_remote._ray_places import Crew
-from twinkle_remote._ray_sending import Sender, at_hand
+from twinkle_remote._ray_sending import PlainSender, Sender, at_hand, sender_without_arguments
 from twinkle_remote._ray_settle import Settlement
 from twinkle_remote._shards import Result, Stop
 from twinkle_remote._stats import Totals
@@ -59,7 +59,7 @@ class _Origin:
 
     cls: type
     num_workers: int
-    arguments: Sender
+    arguments: Sender | PlainSender
 
 
 class RayComponent:
@@ -141,8 +141,8 @@ class RayComponent:
             return RemoteIterator(self, spec, [unpack(result.pieces[0].data) for result in call.results if isinstance(result, Result)])
         if spec.name == "__next__":
             return self.next_value(spec, call)
-        lazy = LazyResult[Any](CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
-        return lazy.get() if spec.returns_value else lazy
+        source = CallSource(call, self.mesh, spec.collect, self.runtime_is_open)
+        return source.value() if spec.returns_value else LazyResult[Any](source)
 
     def submit(
         self,
@@ -151,7 +151,7 @@ class RayComponent:
         shares: Sequence[Share],
         iterators: Sequence[int] = (),
         extra: tuple[Any, ...] = (),
-        prepared: Sender | None = None,
+        prepared: Sender | PlainSender | None = None,
     ) -> PendingCall:
         """Start a call. shares: the arguments of each worker that takes part, by rank. extra: more arguments for the actor. prepared: for all
         workers, in place of the shares."""
@@ -294,8 +294,11 @@ class RayComponent:
     def _timeout_s(self, spec: MethodSpec) -> float:
         return self.limits.call_timeout_s if spec.timeout_s is None else spec.timeout_s
 
-    def _sender(self, spec: MethodSpec, shares: Sequence[Share], iterators: Sequence[int] = ()) -> Sender:
+    def _sender(self, spec: MethodSpec, shares: Sequence[Share], iterators: Sequence[int] = ()) -> Sender | PlainSender:
         host = self._open_host()
+        template = shares[0].template
+        if not (iterators or template.args or template.kwargs or callable(spec.dispatch)):
+            return sender_without_arguments(spec, self._timeout_s(spec), host.known_splits(), host.compression(self.group_name)[0])
         return Sender(spec, self._timeout_s(spec), host.known_splits(), *host.compression(self.group_name), shares, iterators)
 
     def _is_lost(self) -> bool:

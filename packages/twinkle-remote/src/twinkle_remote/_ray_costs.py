@@ -22,25 +22,25 @@ class Costs:
 
     def add_call(self, method: str, name: str, submit_s: float, *, line: str, failed: bool) -> None:
         """A call has finished."""
-        self.totals.add(method, calls=1, failures=failed)
+        with self.totals.lock:
+            sums = self.totals.methods[method]
+            sums.calls += 1
+            sums.failures += failed
         if self.trace is not None:
             self.trace.add("driver", None, name, submit_s, time.time(), line=line, failed=failed)
 
     def add_answer(self, method: str, rank: int, submit_s: float, answer: Result | Stop) -> None:
         """A worker has answered."""
         timing = answer.timing if isinstance(answer, Result) else None
-        if timing is None:
-            self.totals.add(method, run_s=answer.end_s - answer.start_s)
-        else:
-            self.totals.add(
-                method,
-                queue_s=max(0.0, timing.received_s - submit_s),
-                fetch_s=answer.start_s - timing.received_s,
-                run_s=answer.end_s - answer.start_s,
-                store_s=timing.stored_s - answer.end_s,
-                fetched_bytes=timing.fetched_bytes,
-                stored_bytes=timing.stored_bytes,
-            )
+        with self.totals.lock:
+            sums = self.totals.methods[method]
+            sums.run_s += answer.end_s - answer.start_s
+            if timing is not None:
+                sums.queue_s += max(0.0, timing.received_s - submit_s)
+                sums.fetch_s += answer.start_s - timing.received_s
+                sums.store_s += timing.stored_s - answer.end_s
+                sums.fetched_bytes += timing.fetched_bytes
+                sums.stored_bytes += timing.stored_bytes
         if self.trace is None:
             return
         self.trace.add(self.row, rank, method, answer.start_s, answer.end_s)
@@ -52,7 +52,10 @@ class Costs:
     def add_collect(self, method: str, name: str, start_s: float, size_bytes: int) -> None:
         """This process has fetched and joined a call's results."""
         end_s = time.time()
-        self.totals.add(method, collect_s=end_s - start_s, collected_bytes=size_bytes)
+        with self.totals.lock:
+            sums = self.totals.methods[method]
+            sums.collect_s += end_s - start_s
+            sums.collected_bytes += size_bytes
         if self.trace is not None:
             self.trace.add("driver", None, f"collect {name}", start_s, end_s, cat="collect", bytes=size_bytes)
 

@@ -115,7 +115,7 @@ class RayHost:
         """See `Runtime.record`."""
         if component not in self._in_process:
             self._in_process[component] = Totals(component, None)
-        self._in_process[component].add(method, calls=1, failures=failed, run_s=end_s - start_s)
+        self._in_process[component].add_run(method, end_s - start_s, failed=failed)
         if self.trace is not None:
             self.trace.add(component, None, method, start_s, end_s)
 

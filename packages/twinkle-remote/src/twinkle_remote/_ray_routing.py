@@ -66,7 +66,7 @@ def filled_slots(message: Message, answers: Sequence[Any]) -> Generator[Given | 
     """
     header, part = message.header, message.part
     if not header.slots:
-        yield None if part is None or part.total is None else _given(part, part.total)
+        yield given_of(message)
         return
     with _losses_named(header):
         plan: Routed = answers[0] if header.routed else routed(header, part, answers)
@@ -87,6 +87,12 @@ def filled_slots(message: Message, answers: Sequence[Any]) -> Generator[Given | 
         yield _given(part, totals.pop()) if part is not None and totals else None
     finally:
         slots.reset(token)
+
+
+def given_of(message: Message) -> Given | None:
+    """What the worker was given of the batch that was cut, if any, where the driver knows its length."""
+    part = message.part
+    return None if part is None or part.total is None else _given(part, part.total)
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
-from twinkle_remote._dispatch import Part, Share, Template
+from twinkle_remote._dispatch import Part, Share, Template, whole_share
 from twinkle_remote._lazy import LazyResult, Source, ViewSource
 from twinkle_remote._packing import Packed
 from twinkle_remote._protocol import MethodSpec
@@ -142,6 +142,26 @@ class Sender:
         first = len(results)
         results.extend(source.call.references[rank] for rank in source.ranks)
         return Leaf(first, len(source.ranks), source.collect_how, source.mesh)
+
+
+class PlainSender:
+    """As Sender, for a call without arguments: every worker gets the same few bytes."""
+
+    upstream: Sequence[PendingCall] = ()
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+
+    def objects(self, rank: int, extra: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """The arguments of the actor's method; see `Sender.objects`."""
+        return (self._message, *extra)
+
+
+@lru_cache(maxsize=512)
+def sender_without_arguments(spec: MethodSpec, timeout_s: float, splits: tuple[int, ...], compress_above_bytes: int | None) -> PlainSender:
+    """The sender of a method's calls that have no arguments."""
+    sender = Sender(spec, timeout_s, splits, compress_above_bytes, (), [whole_share((), {})])
+    return PlainSender(sender.objects(0)[0])
 
 
 def at_hand(value: Any) -> Any:

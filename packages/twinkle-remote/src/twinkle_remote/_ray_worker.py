@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 from twinkle_remote import _event_loop, _state
@@ -17,7 +18,7 @@ from twinkle_remote._packing import pack
 from twinkle_remote._ray_api import ray
 from twinkle_remote._ray_calls import waits_for_a_call
 from twinkle_remote._ray_messages import Header, Hello, Identity
-from twinkle_remote._ray_routing import filled_slots, first_failure
+from twinkle_remote._ray_routing import filled_slots, first_failure, given_of
 from twinkle_remote._ray_wire import read, unpack_arguments
 from twinkle_remote._ray_worker_runtime import WorkerRuntime
 from twinkle_remote._shards import Given, Result, Stop, heard, inline, keep
@@ -83,11 +84,15 @@ class Worker:
             message, upstream = read(packed, following)
             header = message.header
             method, iterator = header.method, header.iterator
-            answers = [heard(answer) for answer in upstream]
-            failed = first_failure(answers)
-            if failed is not None:
-                return failed
-            with filled_slots(message, answers) as given:
+            if upstream or header.slots:
+                answers = [heard(answer) for answer in upstream]
+                failed = first_failure(answers)
+                if failed is not None:
+                    return failed
+                with filled_slots(message, answers) as given:
+                    args, kwargs = unpack_arguments(message)
+            else:
+                given = given_of(message)
                 args, kwargs = unpack_arguments(message)
             fetched_bytes = traffic.fetched_bytes - fetched_bytes
             start_s = time.time()
@@ -99,8 +104,7 @@ class Worker:
             value, weight = unweighted(resolve(value))
             given = _as_given(given, args, kwargs)
             result = keep(value, given, message.part, header.splits, start_s, end_s, weight, header.compress_above_bytes)
-            timing = Timing(received_s, time.time(), fetched_bytes, traffic.stored_bytes - stored_bytes)
-            return replace(result, timing=timing).answer()
+            return result.answer(Timing(received_s, time.time(), fetched_bytes, traffic.stored_bytes - stored_bytes))
         except StopIteration as error:
             if method != "__next__":
                 return self._failure(method, error)
@@ -157,9 +161,14 @@ def _run(target: Any, iterators: dict[int, Any], header: Header, args: tuple[Any
             raise StopIteration
         return next(iterator)
     attribute = getattr(target, header.method)
-    if isinstance(inspect.getattr_static(target, header.method, None), property):
+    if _is_property(cast("type[Any]", type(target)), header.method):
         return attribute
     return _event_loop.finish(attribute(*args, **kwargs))
+
+
+@cache
+def _is_property(cls: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name, None), property)
 
 
 def _nothing(start_s: float) -> Any:

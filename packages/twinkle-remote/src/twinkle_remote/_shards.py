@@ -6,10 +6,10 @@ A worker returns a small `Result`; the pieces are objects in Ray's store, owned 
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._collect import combine, is_structure, joins
@@ -26,8 +26,7 @@ _INLINE_BYTES = 1024
 _INLINE_NODES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Inline:
+class Inline(NamedTuple):
     """A piece so small that it travels with the description. data: packed."""
 
     data: bytes
@@ -53,13 +52,12 @@ class Result:
     def length(self) -> int:
         return self.cuts[-1]
 
-    def answer(self) -> Any:
+    def answer(self, timing: Timing | None = None) -> Any:
         """What the worker returns to Ray, which carries bytes faster than objects."""
         data = [piece.data for piece in self.pieces if isinstance(piece, Inline)]
         if len(data) != len(self.pieces):
-            return self
-        timing = self.timing and (self.timing.received_s, self.timing.stored_s, self.timing.fetched_bytes, self.timing.stored_bytes)
-        return pickle.dumps((self.kind, self.cuts, data, self.start_s, self.end_s, self.weight, timing), 5)
+            return replace(self, timing=timing)
+        return pickle.dumps((self.kind, self.cuts, data, self.start_s, self.end_s, self.weight, timing and tuple(timing)), 5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What the calls of a runtime have cost so far, in numbers."""
 
 import threading
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,25 +39,42 @@ class ComponentStats:
 
 
 @dataclass(slots=True)
+class Sums:
+    """The running numbers of one method; see MethodStats."""
+
+    calls: int = 0
+    failures: int = 0
+    queue_s: float = 0.0
+    fetch_s: float = 0.0
+    run_s: float = 0.0
+    store_s: float = 0.0
+    collect_s: float = 0.0
+    fetched_bytes: int = 0
+    stored_bytes: int = 0
+    collected_bytes: int = 0
+
+
+@dataclass(slots=True)
 class Totals:
-    """The running numbers of one component; see ComponentStats. Threads may add to them."""
+    """The running numbers of one component; see ComponentStats. Threads may add to them: `lock` is held meanwhile."""
 
     name: str
     group: str | None
     workers: int = 1
     restarts: int = 0
-    _methods: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    methods: defaultdict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, method: str, **amounts: float) -> None:
-        """Add to a method's numbers, named as MethodStats names them."""
-        with self._lock:
-            totals = self._methods.setdefault(method, {})
-            for name, amount in amounts.items():
-                totals[name] = totals.get(name, 0) + amount
+    def add_run(self, method: str, run_s: float, *, failed: bool) -> None:
+        """Add a call that was made in process."""
+        with self.lock:
+            sums = self.methods[method]
+            sums.calls += 1
+            sums.failures += failed
+            sums.run_s += run_s
 
     def snapshot(self) -> ComponentStats:
         """The numbers now."""
-        with self._lock:
-            methods = {name: replace(MethodStats(), **totals) for name, totals in self._methods.items()}  # pyright: ignore[reportArgumentType]
+        with self.lock:
+            methods = {name: MethodStats(**asdict(sums)) for name, sums in self.methods.items()}
         return ComponentStats(name=self.name, group=self.group, workers=self.workers, restarts=self.restarts, methods=methods)

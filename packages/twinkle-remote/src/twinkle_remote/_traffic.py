@@ -1,7 +1,7 @@
 """How many bytes this thread has stored and fetched, and what one call took of a worker's time."""
 
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Traffic(threading.local):
@@ -14,8 +14,7 @@ class Traffic(threading.local):
 traffic = Traffic()
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Of one call on one worker. received_s: when it began to fetch the arguments; stored_s: when the result was put away (seconds since the
     epoch). fetched_bytes, stored_bytes: of other calls' results, and of its own."""
 
