@@ -1,7 +1,9 @@
 """From text to tokens, and from characters of the text to indices of its tokens."""
 
+import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,21 @@ if TYPE_CHECKING:
 _Bounds = list[tuple[int, int]]
 
 
+class _Places(NamedTuple):
+    """The special tokens in a text, in order. ends: index of the character behind each; tokens: index of the token behind it."""
+
+    ends: list[int]
+    markers: list[str]
+    tokens: list[int]
+
+
 class ChatTokenizer:
     """Tokenises texts as they stand (no beginning-of-text token is added), and finds where the spans of a text are among its tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._tails: dict[tuple[str, str], list[int]] = {}
-        self._marker_ids: dict[str, int] = {}
+        self._markers: dict[tuple[str, ...], tuple[dict[str, Any], frozenset[Any], re.Pattern[str]]] = {}
 
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -54,42 +64,44 @@ class ChatTokenizer:
                 So a border is clean if the piece from the last marker to the border has the tokens there that it has by itself.
         """
         ids = np.array(whole, np.int64)
+        if not spans:
+            return ids, []
         found: _Bounds = []
-        at = self._places(text, ids, markers) if spans else {}
+        places = self._places(text, whole, tuple(markers))
         for span in spans:
-            start = self._clean_cut(text, ids, span.start, at)
-            stop = self._clean_cut(text, ids, span.stop, at)
+            start = self._clean_cut(text, whole, span.start, places)
+            stop = self._clean_cut(text, whole, span.stop, places)
             if start is None or stop is None:
                 return self._tokenize_apart(text, whole, spans)
             found.append((start, stop))
         return ids, found
 
-    def _places(self, text: str, ids: NDArray[np.int64], markers: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-        """Where each marker of the text is among the tokens; without those that occur another number of times there."""
-        places: dict[str, NDArray[np.int64]] = {}
-        for marker in markers:
-            if marker not in self._marker_ids:
-                self._marker_ids[marker] = self._tokenizer.convert_tokens_to_ids(marker)  # pyright: ignore[reportArgumentType] # of one token
-            indices = np.flatnonzero(ids == self._marker_ids[marker])
-            if len(indices) and len(indices) == text.count(marker):
-                places[marker] = indices
-        return places
+    def _places(self, text: str, whole: list[int], markers: tuple[str, ...]) -> "_Places":
+        """Where the markers end in the text, and the indices of the tokens behind them; none where text and tokens have other markers."""
+        if markers not in self._markers:
+            ids = {marker: self._tokenizer.convert_tokens_to_ids(marker) for marker in markers}  # pyright: ignore[reportArgumentType] # of one token
+            longest_first = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
+            self._markers[markers] = ids, frozenset(ids.values()), re.compile(longest_first)
+        ids, wanted, pattern = self._markers[markers]
+        in_text = list(pattern.finditer(text)) if markers else []
+        in_tokens = [index for index, token in enumerate(whole) if token in wanted]
+        names = [match.group() for match in in_text]
+        if [ids[name] for name in names] != [whole[index] for index in in_tokens]:
+            return _Places([], [], [])
+        return _Places([match.end() for match in in_text], names, [index + 1 for index in in_tokens])
 
-    def _clean_cut(self, text: str, ids: NDArray[np.int64], cut: int, places: dict[str, NDArray[np.int64]]) -> int | None:
+    def _clean_cut(self, text: str, whole: list[int], cut: int, places: "_Places") -> int | None:
         """The index of the first token after a cut (a character index); None where it cannot be told, or a token straddles the cut."""
-        last, marker = -1, ""
-        for candidate in places:
-            if (found := text.rfind(candidate, max(0, last), cut)) > last:
-                last, marker = found, candidate
+        last = bisect_right(places.ends, cut) - 1
         if last < 0:
             return None
-        first = int(places[marker][text.count(marker, 0, cut) - 1]) + 1
-        tail = text[last + len(marker) : cut]
+        first = places.tokens[last]
+        tail = text[places.ends[last] : cut]
         if not tail:
             return first
-        tokens = self._tail(marker, tail)
+        tokens = self._tail(places.markers[last], tail)
         stop = first + len(tokens)
-        return stop if ids[first:stop].tolist() == tokens else None
+        return stop if whole[first:stop] == tokens else None
 
     def _tail(self, marker: str, tail: str) -> list[int]:
         """The tokens of a text that follows a marker. Those of a template's fixed parts are kept."""
