@@ -127,9 +127,7 @@ class RayHost:
         """See `Runtime.draw`."""
         whole = [one for one in self._components.values() if one.num_workers == one.mesh.world_size == self.groups[one.group_name].num_workers]
         places, _ = self.places()
-        drawing = draw_topology(
-            self.groups.values(), [(one.class_name, one.group_name, one.mesh) for one in whole], places.plan, format=format
-        )
+        drawing = draw_topology(self.groups.values(), [(one.class_name, one.group_name, one.mesh) for one in whole], places.plan, format=format)
         if format == "svg":
             return drawing
         first = [f"{one.class_name}: only on rank 0 of group {one.group_name}" for one in self._components.values() if one not in whole]
