@@ -1,7 +1,7 @@
 """MegatronModel: the trainer as a remote class."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twinkle_mesh import DeviceMesh
@@ -15,7 +15,7 @@ from ._trainer import MegatronTrainer, MixedPrecision, Recompute
 @remote_class(execute="all")
 @remote_train_methods
 class MegatronModel(MegatronTrainer, WeightSender):
-    """Trains a dense Llama, Qwen2 or Qwen3 model with megatron-core: data, tensor, sequence and pipeline parallel, on GPUs and on CPUs.
+    """Trains Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM4-MoE models with megatron-core, in all of its layouts, on GPUs and on CPUs.
 
     It follows the trainer contract (`twinkle_train.TrainModel`, where every method is described): every layout gives the loss,
     gradients and updated weights of one process, to rounding. On a CPU, megatron-core runs through `twinkle_megatron.cpu`; on GPUs
@@ -23,12 +23,16 @@ class MegatronModel(MegatronTrainer, WeightSender):
 
     Args:
         model_id: a local folder with a Hugging Face checkpoint (config.json, *.safetensors).
-        device_mesh: dp_size, tp_size (with sequence_parallel), pp_size and vpp_size. Default: data parallel over the group's workers.
+        device_mesh: dp_size, tp_size (with sequence_parallel), pp_size, vpp_size, cp_size, ep_size and etp_size. Default: data parallel over the
+            group's workers.
         mixed_precision: 'no' (float32) or 'bf16' (parameters in bfloat16; gradients and the optimizer in float32).
         remote_group: the device group whose workers hold the model, in mode 'ray'.
         seed: of dropout's generators. Weights come from the checkpoint, so all layouts start alike.
         recompute: None, 'selective' (attention only) or 'full': activations are computed again in backward to save memory.
         use_distributed_optimizer: shard optimizer states over the data ranks (ZeRO-1, arXiv:1910.02054).
+        overlap_communication: reduce gradients while backward still runs, and, with use_distributed_optimizer, gather parameters while the next
+            forward runs. Pays off where one forward_backward call makes one step; further calls that accumulate are right, but do not overlap.
+        layers_per_stage: how many layers each pipeline stage (or virtual stage, in the order of the layers) has; None: equally many.
         transformer_options: more fields of megatron-core's TransformerConfig, by name.
         timeout_s: how long ranks wait for one another, at start and in every collective.
 
@@ -47,6 +51,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
         seed: int = 0,
         recompute: Recompute | None = None,
         use_distributed_optimizer: bool = False,
+        overlap_communication: bool = False,
+        layers_per_stage: Sequence[int] | None = None,
         transformer_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600,
     ) -> None:
@@ -58,6 +64,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
             seed=seed,
             recompute=recompute,
             use_distributed_optimizer=use_distributed_optimizer,
+            overlap_communication=overlap_communication,
+            layers_per_stage=layers_per_stage,
             transformer_options=transformer_options,
             timeout_s=timeout_s,
         )
