@@ -1,6 +1,7 @@
 """Pools of rank processes, tiny checkpoints, a batch, and what the reference trainer makes of it."""
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -212,6 +213,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def plain() -> Any:
+    """The module megatron_plain."""
+    spec = importlib.util.spec_from_file_location("megatron_plain", Path(__file__).with_name("megatron_plain.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

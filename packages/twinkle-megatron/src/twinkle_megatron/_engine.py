@@ -5,15 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 
 from twinkle_data import Batch
 from twinkle_mesh import DeviceMesh
-from twinkle_train import CallOrderError, ComputeLoss, ConfigError, LossOutput, OptimizerConfig, ReduceGroups, TokenOutputs
+from twinkle_train import CallOrderError, ComputeLoss, ConfigError, LossOutput, OptimizerConfig, ReduceGroups, Row, TokenOutputs
 
-from . import _moe, _parallel
+from . import _moe, _parallel, _replay
 from ._bridge import Bridge, make_bridge
 from ._gradients import Gradients
 from ._logprobs import gather_context, vocab_parallel_logprobs
@@ -76,9 +78,7 @@ class Engine:
         self._cp_group: Any = parallel_state.get_context_parallel_group()
         self._config: Any = bare[0].config
         self._routers = _moe.routers(bare)
-        self._columns = Columns(
-            cp_size=mesh.cp_size, cp_rank=self._cp_group.rank(), tp_size=mesh.tp_size if mesh.sequence_parallel else 1
-        )
+        self._columns = Columns(cp_size=mesh.cp_size, cp_rank=self._cp_group.rank(), tp_size=mesh.tp_size if mesh.sequence_parallel else 1)
 
     @property
     def _chunks(self) -> list[Any]:
@@ -152,6 +152,30 @@ class Engine:
         sizes = largest([size for shape in shapes for size in (shape.rows, shape.columns)])
         return [ViewShape(rows=rows, columns=columns, packed=bool(packed)) for rows, columns in zip(sizes[::2], sizes[1::2], strict=True)]
 
+    def replay_routing(self, views: Sequence[View], rows: Sequence[Sequence[Row]]) -> None:
+        """Makes the routers replay what the rows of these micro-batches carry, until :meth:`route_as_usual`.
+
+        Raises:
+            InputError: a row that carries none.
+        """
+        if self._routers:
+            _replay.replay(self._routers, views, rows, tp_size=self._columns.tp_size, tp_rank=self._tp_group.rank())
+
+    def route_as_usual(self) -> None:
+        """The routers choose experts themselves again."""
+        for router in self._routers:
+            router.replay.clear()
+
+    def record_routing(self, views: Sequence[View]) -> list[NDArray[np.int16]]:
+        """The experts that each token of each sequence goes to, ``[T, expert layers, k]``. Collective."""
+        for router in self._routers:
+            router.replay.recording = True
+        try:
+            self.run(views, None)
+            return _replay.recorded(self._routers, views, tp_size=self._columns.tp_size, tp_rank=self._tp_group.rank(), config=self._config)
+        finally:
+            self.route_as_usual()
+
     def forward(self, view: View) -> TokenOutputs:
         """One micro-batch with a graph; only without a pipeline."""
         self._weigh_aux_losses([view])
@@ -209,7 +233,7 @@ class Engine:
         mask = view.padding_RK
         if not _counts(view):
             mask = torch.ones_like(view.input_ids_RK, dtype=torch.bool)
-        if mask is not None and self._mesh.sequence_parallel and not unwrap_model(chunk).pre_process:
+        if mask is not None and self._mesh.sequence_parallel and not _bare(chunk).pre_process:
             # megatron-core 0.16.1 divides the mask over the sequence-parallel ranks on the first stage only.
             mask = mask.chunk(self._tp_group.size(), 1)[self._tp_group.rank()]
         return mask
@@ -321,6 +345,10 @@ class Engine:
     def _settle(self) -> None:
         if self._gradients is not None:
             self._gradients.settle_parameters()
+
+
+def _bare(chunk: Any) -> Any:
+    return unwrap_model(chunk)
 
 
 def _counts(view: View) -> bool:

@@ -4,10 +4,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import remote_class, remote_function
 from twinkle_sync import WeightSender
-from twinkle_train import remote_train_methods
+from twinkle_train import Inputs, remote_train_methods
 
 from ._trainer import MegatronTrainer, MixedPrecision, Recompute
 
@@ -78,6 +81,16 @@ class MegatronModel(MegatronTrainer, WeightSender):
             return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         # Nothing of megatron-core is to be compiled on a CPU.
         return {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    @remote_function(dispatch="slice_dp", collect="flatten", lazy_collect=False)
+    def record_routing(self, inputs: Inputs, micro_batch_size: int | None = None) -> list[NDArray[np.int16]]:
+        """Which experts each token goes to: int16 ``[T, expert layers, k]`` a row; to be replayed as ``user_data["routed_experts"]``."""
+        return super().record_routing(inputs, micro_batch_size)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def set_router_replay(self, enabled: bool = True) -> None:
+        """From now on tokens go to the experts that their rows' ``user_data["routed_experts"]`` name (False: to those that the router chooses)."""
+        super().set_router_replay(enabled)
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def close(self) -> None:

@@ -18,8 +18,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from twinkle_train import InputError
-
 
 @dataclass
 class Replay:
@@ -70,11 +68,12 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config, pg_collection)
+        assert config.num_moe_experts is not None, "the model has experts"
         self.aux_weight = 1.0
-        self.loads = torch.zeros(self.num_experts, dtype=torch.float64, device=self.weight.device)
+        self.loads = torch.zeros(config.num_moe_experts, dtype=torch.float64, device=self.weight.device)
         self.loads_since_step = torch.zeros_like(self.loads)
         self.loss_sums: dict[str, torch.Tensor] = {}
-        recomputes = config.recompute_granularity == "full" or (config.recompute_granularity == "selective" and "moe" in config.recompute_modules)
+        recomputes = config.recompute_granularity == "full" or (config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()))
         self.replay = Replay(recomputes=recomputes)
         self.router_replay = self.replay  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -91,7 +90,7 @@ class Router(TopKRouter):
             dist.all_reduce(counts, group=self.tp_cp_group)
         # Times the number of tokens: a rank's summands add up to the loss of the micro-batch times its tokens.
         num_tokens = (counts.sum() / self.topk).clamp(min=1)
-        loss = (scores_for_aux_loss.sum(0) * counts).sum() * self.num_experts / (self.topk * num_tokens)
+        loss = (scores_for_aux_loss.sum(0) * counts).sum() * (len(counts) / (self.topk * num_tokens))
         self._note("moe_aux_loss", loss)
         return MoEAuxLossAutoScaler.apply(probs, loss * (coefficient * self.aux_weight))  # pyright: ignore[reportReturnType]
 
@@ -172,18 +171,6 @@ def take_statistics(found: Iterable[Router], last_stage_group: dist.ProcessGroup
     for name in sorted({name for part in parts for name in part[2]}):
         sums = [part[2][name] for part in parts if name in part[2]]
         yield name, sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
-
-
-def check_replay(given: torch.Tensor, num_experts: int) -> None:
-    """Refuses expert numbers that a router does not have, or one twice for a token.
-
-    Raises:
-        InputError: which.
-    """
-    if bool((given < 0).any()) or bool((given >= num_experts).any()):
-        raise InputError(f"routed_experts has numbers outside 0 to {num_experts - 1}, the experts of this model")
-    if bool((given.sort(-1).values.diff(dim=-1) == 0).any()):
-        raise InputError("routed_experts names one expert twice for a token")
 
 
 def _everywhere(counts: torch.Tensor) -> torch.Tensor:

@@ -63,4 +63,3 @@ class Optimizer:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for part in self._optimizer.chained_optimizers for group in part.param_groups]
-

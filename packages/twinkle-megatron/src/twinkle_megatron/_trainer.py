@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from ._layout import check_divides, check_mesh
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._views import View
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,9 @@ class MegatronTrainer(TrainerBase):
             seed=seed,
             timeout_s=timeout_s,
         )
+        self._replays = False
+        self._rows: list[Row] = []
+        self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
         super().__init__(
             groups=self._engine.groups,
             # Rows are aligned to what the layout needs where they become the model's, so any collation will do.
@@ -113,7 +118,7 @@ class MegatronTrainer(TrainerBase):
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
         del adapter_name
-        (view,) = self._engine.views([batch], self._processor.pad_token_id)
+        (view,) = self._views([batch])
         return self._engine.forward(view)
 
     def _backward(self, adapter_name: str, output: LossOutput) -> None:
@@ -122,7 +127,16 @@ class MegatronTrainer(TrainerBase):
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
         del adapter_name
-        return self._engine.run(self._engine.views(batches, self._processor.pad_token_id), compute_loss)
+        return self._engine.run(self._views(batches), compute_loss)
+
+    def _views(self, batches: Sequence[Batch]) -> "list[View]":
+        """The micro-batches as the model sees them; its routers replay what their rows carry, when that is asked for."""
+        views = self._engine.views(batches, self._processor.pad_token_id)
+        # What was replayed before is kept until here: a backward that recomputes needs it.
+        self._engine.route_as_usual()
+        if self._replays:
+            self._engine.replay_routing(views, [self._rows_of.get(batch, self._rows) for batch in batches])
+        return views
 
     def _reduce_gradients(self, adapter_name: str) -> None:
         del adapter_name
@@ -164,24 +178,55 @@ class MegatronTrainer(TrainerBase):
                     f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
                     f"{self._hf_config.vocab_size}: encode with the tokenizer of this model."
                 )
+        self._rows = features
         return features
 
     def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
-        if self._mesh.pp_size == 1:
-            return super()._micro_batches(features, micro_batch_size)
-        count = num_micro_batches(len(features), micro_batch_size)
-        if micro_batch_size is None:
-            # One a stage, as far as there are rows, so that the pipeline is not idle.
-            count = min(self._mesh.pp_size, len(features))
+        count: int | None = None
+        if self._mesh.pp_size > 1:
+            # One a stage when no size is given, as far as there are rows, so that the pipeline is not idle.
+            count = min(self._mesh.pp_size, len(features)) if micro_batch_size is None else num_micro_batches(len(features), micro_batch_size)
         if self._equal_micro_batches:
-            (largest,) = reduce_max([count], self._groups)
+            (largest,) = reduce_max([count or num_micro_batches(len(features), micro_batch_size)], self._groups)
             count = int(largest)
-        return [self._processor(rows) for rows in split_micro_batches(features, micro_batch_size, count=count)]
+        parts = split_micro_batches(features, micro_batch_size, count=count)
+        batches = [self._processor(rows) for rows in parts]
+        self._rows_of.update(zip(batches, parts, strict=True))
+        return batches
 
     # What the contract leaves to a trainer.
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         return super().calculate_metric(adapter_name=adapter_name) | self._engine.take_statistics()
+
+    def record_routing(self, inputs: Inputs, micro_batch_size: int | None = None) -> list[NDArray[np.int16]]:
+        """Which experts each token goes to: int16 ``[T, expert layers, k]`` a row, in the order of the layers; what
+        ``user_data["routed_experts"]`` of a row must be to be replayed. Collective; no rows of models without experts.
+
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        self._need_experts("record_routing")
+        features = self._features(inputs)
+        self._engine.route_as_usual()
+        batches = self._micro_batches(features, micro_batch_size)
+        tokens = np.concatenate(self._engine.record_routing(self._engine.views(batches, self._processor.pad_token_id)))
+        ends = np.cumsum([len(row) for row in features])
+        return np.split(tokens[: ends[-1]], ends[:-1])
+
+    def set_router_replay(self, enabled: bool = True) -> None:
+        """From now on every token goes to the experts that its row's ``user_data["routed_experts"]`` names, whatever the router would choose; the
+        router still weighs them. So a policy is trained on the routing that it sampled with (R3, arXiv:2510.11370).
+
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        self._need_experts("set_router_replay")
+        self._replays = enabled
+
+    def _need_experts(self, method: str) -> None:
+        if not self._engine.has_experts:
+            raise ConfigError(f"{method}: a {self._hf_config.model_type!r} model has no experts and no routing")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         save_checkpoint(self._engine.export_weights(), self._path, Path(path), self._dtype)

@@ -111,7 +111,7 @@ class WeightMap:
         for entry in self._plan:
             if gradients and entry.is_buffer:
                 continue
-            here = states[entry.chunk][entry.local_name] if entry.stage == self._mpu.pp_rank else None
+            here: Any = states[entry.chunk][entry.local_name] if entry.stage == self._mpu.pp_rank else None
             if here is not None:
                 here = here.main_grad if gradients else here.detach()
             for name, whole in self._wholes(entry, here, torch.float32 if gradients else entry.dtype):

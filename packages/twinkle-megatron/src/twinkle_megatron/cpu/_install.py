@@ -5,7 +5,6 @@ from typing import Any
 import megatron.core.extensions.transformer_engine as te_layers
 import megatron.core.models.gpt.gpt_layer_specs as gpt_specs
 import megatron.core.transformer.multi_latent_attention as latent_attention
-import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
