@@ -18,7 +18,8 @@ class Bridge(Protocol):
 
     Your own for a ``model_type`` that is not supported registers through the entry point group ``twinkle_megatron.bridges``, whose name is the
     ``model_type`` and whose value a class that is called with ``(hf_config, dtype, tp_size)``; parallel state is initialised then. It may have
-    a static method ``check(hf_config)``, which raises UnsupportedModelError before anything is built. `MBridge` is a base to start from.
+    a static method ``check(hf_config)``, which raises UnsupportedModelError before anything is built. Its module is imported once the platform
+    is chosen, so it may import megatron-core and `twinkle_megatron.bridges`, whose `MBridge` is a base to start from.
     """
 
     @property
@@ -73,11 +74,8 @@ def read_config(path: Path) -> Any:
     config = AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{path} is quantized (quantization_config in config.json): convert it to bfloat16 or float32 first.")
-    own = registered_bridge(config.model_type)
-    if own is not None:
-        check = getattr(own, "check", None)
-        if check is not None:
-            check(config)
+    if registered_bridge(config.model_type) is not None:
+        # Its module may import megatron-core, and the platform may not be chosen yet: make_bridge asks it.
         return config
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -92,8 +90,8 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def registered_bridge(model_type: str) -> Any | None:
-    """The bridge class that somebody registered for a ``model_type``; it takes precedence over ours.
+def registered_bridge(model_type: str) -> importlib.metadata.EntryPoint | None:
+    """The bridge that somebody registered for a ``model_type``; it takes precedence over ours.
 
     Raises:
         UnsupportedModelError: two packages registered one.
@@ -102,13 +100,21 @@ def registered_bridge(model_type: str) -> Any | None:
     if len(found) > 1:
         names = ", ".join(entry.value for entry in found)
         raise UnsupportedModelError(f"{len(found)} bridges are registered for {model_type!r} ({names}): uninstall all but one.")
-    return found[0].load() if found else None
+    return found[0] if found else None
 
 
 def make_bridge(hf_config: Any, dtype: torch.dtype, tp_size: int) -> Bridge:
-    """The bridge for a checked configuration. Parallel state must be initialised."""
-    own = registered_bridge(hf_config.model_type)
-    if own is not None:
+    """The bridge for a configuration from :func:`read_config`. Parallel state must be initialised.
+
+    Raises:
+        UnsupportedModelError: what a registered bridge does not support.
+    """
+    registered = registered_bridge(hf_config.model_type)
+    if registered is not None:
+        own = registered.load()
+        check = getattr(own, "check", None)
+        if check is not None:
+            check(hf_config)
         return own(hf_config, dtype, tp_size)
     from ._mbridge import MBridge
 

@@ -117,8 +117,9 @@ def mended(model_type: str) -> type:
             return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name) if direct is None else [direct]
 
         def _build_config(self) -> Any:
-            # What differs comes with set_extra_args, from FAMILIES.
-            return self._build_base_config() if model_type in ("deepseek_v3", "glm4_moe") else super()._build_config()
+            if model_type in ("deepseek_v3", "glm4_moe"):
+                return self._build_base_config(**FAMILIES[model_type].options(self.hf_config))
+            return super()._build_config()
 
         def _get_gptmodel_args(self) -> dict[str, Any]:
             return {

@@ -23,7 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Replay:
     """Records or replays which experts each token goes to, in the order in which a router sees micro-batches.
 
-    recorded: int64 ``[tokens, k]`` a micro-batch, this rank's tokens in the model's order. given: the same, to be replayed; None: routing as usual.
+    recorded: int64 ``[tokens, k]`` a micro-batch, this rank's tokens in the model's order. given: the same, to be replayed, -1 where the router
+    chooses itself (for padding: who goes to an expert with a token decides how its sums round); None: routing as usual.
     """
 
     recording: bool = False
@@ -42,10 +43,11 @@ class Replay:
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: Callable[..., Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What megatron-core calls to choose experts: the scores and numbers of the chosen ones, ``[tokens, k]``."""
-        if self.given is not None:
-            indices = self.given[self._next()].to(scores.device)
-            return scores.gather(1, indices), indices
         chosen, indices = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.given is not None:
+            given = self.given[self._next()].to(scores.device)
+            indices = torch.where(given < 0, indices, given)
+            return scores.gather(1, indices), indices
         if self.recording:
             self.recorded.append(indices.detach().clone())
         return chosen, indices
@@ -66,12 +68,16 @@ class Router(TopKRouter):
     weighted mean over micro-batches. loads, loads_since_step: how many tokens each expert got in training, padding left out.
     """
 
+    loads: torch.Tensor
+    loads_since_step: torch.Tensor
+
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config, pg_collection)
         assert config.num_moe_experts is not None, "the model has experts"
         self.aux_weight = 1.0
-        self.loads = torch.zeros(config.num_moe_experts, dtype=torch.float64, device=self.weight.device)
-        self.loads_since_step = torch.zeros_like(self.loads)
+        # Integers: a model in bfloat16 casts its buffers of floating point.
+        self.register_buffer("loads", torch.zeros(config.num_moe_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("loads_since_step", torch.zeros(config.num_moe_experts, dtype=torch.int64), persistent=False)
         self.loss_sums: dict[str, torch.Tensor] = {}
         recomputes = config.recompute_granularity == "full" or (config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()))
         self.replay = Replay(recomputes=recomputes)
@@ -136,7 +142,7 @@ def update_expert_biases(found: Iterable[Router], rate: float) -> None:
     """
     for router in found:
         if router.expert_bias is not None and rate:
-            counts = _everywhere(router.loads_since_step)
+            counts = _everywhere(router.loads_since_step).double()
             router.expert_bias += torch.sign(counts.mean() - counts).to(router.expert_bias.dtype) * rate
         router.loads_since_step.zero_()
 
@@ -149,7 +155,7 @@ def take_statistics(found: Iterable[Router], last_stage_group: dist.ProcessGroup
     """
     largest, smallest, totals = 0.0, float("inf"), dict[str, tuple[float, float]]()
     for router in found:
-        counts = _everywhere(router.loads)
+        counts = _everywhere(router.loads).double()
         router.loads.zero_()
         num_tokens = float(counts.sum()) / router.topk
         for name, summed in sorted(router.loss_sums.items()):

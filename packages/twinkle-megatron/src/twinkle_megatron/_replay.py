@@ -45,7 +45,7 @@ def recorded(routers: Sequence[Router], views: Sequence[View], *, tp_size: int, 
             continue
         layers = torch.full((view.batch.input_ids.size, num_moe_layers(config), config.moe_router_topk), -1, dtype=torch.int64)
         for router in routers:
-            places = _local(view, np.arange(view.batch.input_ids.size), tp_size, tp_rank, fill=-1)
+            places = _local(view, np.arange(view.batch.input_ids.size), tp_size, tp_rank)
             held = torch.as_tensor(places >= 0)
             layers[torch.as_tensor(places)[held], moe_layer(router)] = router.replay.recorded[number].cpu()[held]
         layers = layers.to(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
@@ -100,11 +100,11 @@ def _given(view: View, rows: Sequence[Any], routers: Sequence[Router]) -> NDArra
     return layers_NLk
 
 
-def _local(view: View, values_N: NDArray[np.int64], tp_size: int, tp_rank: int, fill: int | None = None) -> NDArray[np.int64]:
-    """This rank's tokens in the router's order (columns, then rows); padding has `fill`, or experts 0, 1, ... when it is None."""
+def _local(view: View, values_N: NDArray[np.int64], tp_size: int, tp_rank: int) -> NDArray[np.int64]:
+    """This rank's tokens in the router's order (columns, then rows); -1 on padding."""
     cp: Any = parallel_state.get_context_parallel_group()
     places_KR = view.places_PRK[cp.rank()].T
     places = np.split(places_KR, tp_size)[tp_rank].reshape(-1)
     picked = values_N[np.maximum(places, 0)]
-    picked[places < 0] = np.arange(values_N.shape[-1]) if fill is None else fill
+    picked[places < 0] = -1
     return picked
