@@ -37,7 +37,8 @@ def test_a_layout_that_megatron_core_cannot_do_is_refused_with_the_reason(family
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tp_size": 2, "dp_size": 2, "ep_size": 4, "etp_size": 1, **SP}, {"cp_size": 2, "ep_size": 2}, {"pp_size": 2, "dp_size": 4, "ep_size": 4}]
+    "sizes",
+    [{"tp_size": 2, "dp_size": 2, "ep_size": 4, "etp_size": 1, **SP}, {"cp_size": 2, "ep_size": 2}, {"pp_size": 2, "dp_size": 4, "ep_size": 4}],
 )
 def test_a_layout_that_fits_is_accepted_without_building_anything(sizes: Any, checkpoint: Any) -> None:
     check_layout(checkpoint("qwen3_moe"), DeviceMesh.from_sizes(device_type="cpu", **sizes))
@@ -63,7 +64,11 @@ def test_uneven_stages_are_asked_for_by_name(checkpoint: Any) -> None:
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
         ("deepseek_v3", {"topk_group": 2}, "num_experts_per_tok must be 2 x topk_group"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False"),
-        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'linear' is not supported with latent"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'linear' is not supported with latent",
+        ),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ("qwen3_moe", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),

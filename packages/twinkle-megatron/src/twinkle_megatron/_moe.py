@@ -79,7 +79,9 @@ class Router(TopKRouter):
         self.register_buffer("loads", torch.zeros(config.num_moe_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("loads_since_step", torch.zeros(config.num_moe_experts, dtype=torch.int64), persistent=False)
         self.loss_sums: dict[str, torch.Tensor] = {}
-        recomputes = config.recompute_granularity == "full" or (config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ()))
+        recomputes = config.recompute_granularity == "full" or (
+            config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+        )
         self.replay = Replay(recomputes=recomputes)
         self.router_replay = self.replay  # pyright: ignore[reportAttributeAccessIssue]
 
