@@ -65,7 +65,7 @@ def plain(path: Path, rows: Sequence[Any], *, aux: float = 0.0, z: float = 0.0) 
 
 
 def _router_loss(logits_TE: Any, k: int, aux: float, z: float) -> Any:
-    """By the formulas: E * sum of (share of choices * mean probability) over experts, arXiv:2101.03961; mean squared log-sum-exp, arXiv:2202.08906."""
+    """By the formulas: E * sum over experts of (share of choices * mean probability), arXiv:2101.03961; squared log-sum-exp, arXiv:2202.08906."""
     import torch
 
     probabilities = logits_TE.softmax(-1)

@@ -5,7 +5,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mbridge.core.util import unwrap_model
@@ -106,7 +106,10 @@ def mended(model_type: str) -> type:
     base = _BASES[model_type]
 
     class Mended(base):
-        _MLP_MAPPING = {**base._MLP_MAPPING, **({} if "mlp.linear_fc1.weight" in base._MLP_MAPPING else Qwen2Bridge._MLP_MAPPING)}
+        _MLP_MAPPING: ClassVar[dict[str, list[str]]] = {
+            **base._MLP_MAPPING,
+            **({} if "mlp.linear_fc1.weight" in base._MLP_MAPPING else Qwen2Bridge._MLP_MAPPING),
+        }
 
         def _adjust_mapping_for_shared_weights(self) -> None:
             head = "model.embed_tokens.weight" if self.hf_config.tie_word_embeddings else "lm_head.weight"
