@@ -134,6 +134,11 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pp2 llama": ("llama", {"pp_size": 2}, {}),
     "dp2 qwen3": ("qwen3", {"dp_size": 2}, {"micro_batch_size": 1}),
     "dp2 distributed optimizer": ("qwen3", {"dp_size": 2}, {"use_distributed_optimizer": True, "optimizer": ADAMW}),
+    "dp2 distributed optimizer, overlap": (
+        "qwen3",
+        {"dp_size": 2},
+        {"use_distributed_optimizer": True, "overlap_communication": True, "optimizer": ADAMW, "micro_batch_size": 2},
+    ),
     "tp2 adamw": ("qwen2", {"tp_size": 2}, {"optimizer": ADAMW}),
     "tp2 sp full recompute": ("qwen3", {"tp_size": 2, "sequence_parallel": True}, {"recompute": "full"}),
 }

@@ -181,13 +181,16 @@ class Engine:
         self._weigh_aux_losses([view])
         (chunk,) = self._trained.chunks
         chunk.train()
-        return self._outputs(view, self._call(chunk, view))
+        outputs = self._outputs(view, self._call(chunk, view))
+        self._forget_graphs()
+        return outputs
 
     def backward(self, output: LossOutput, batch: Batch) -> None:
         """Backward of a loss of :meth:`forward`'s outputs."""
         self.check_loss_weight(output, batch)
         self._trained.before_backward()
         output.sum.backward()
+        self._forget_graphs()
 
     def run(self, views: Sequence[View], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
         """All micro-batches through the schedule, backward of the losses included; outputs (no graph) on the last stage only.
@@ -218,9 +221,14 @@ class Engine:
         for chunk in self._chunks:
             chunk.train(compute_loss is not None)
         run_schedule(self._chunks, views, self._call, on_last_stage, forward_only=compute_loss is None)
+        self._forget_graphs()
         if failure is not None:
             raise failure
         return outputs if parallel_state.is_pipeline_last_stage() else None
+
+    def _forget_graphs(self) -> None:
+        if self._routers:
+            _moe.forget_graphs(self._bare)
 
     def _call(self, chunk: Any, view: View) -> torch.Tensor:
         options: dict[str, Any] = {"packed_seq_params": packed_parameters(view)}

@@ -137,6 +137,20 @@ def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
+def forget_graphs(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drops what token dispatchers keep of the last micro-batch.
+
+    megatron-core 0.16.1 leaves tensors with a graph there. The graph leads to the hooks of DistributedDataParallel and so to the model: a circle
+    through autograd that Python cannot collect, and the activations of a micro-batch between steps.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    setattr(dispatcher, name, None)
+
+
 def update_expert_biases(found: Iterable[Router], rate: float) -> None:
     """Moves each expert's routing bias towards balance: up by ``rate`` where it got less than the mean since the last step, down where it got more.
 

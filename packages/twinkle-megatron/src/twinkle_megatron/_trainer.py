@@ -227,6 +227,8 @@ class MegatronTrainer(TrainerBase):
     def _need_experts(self, method: str) -> None:
         if not self._engine.has_experts:
             raise ConfigError(f"{method}: a {self._hf_config.model_type!r} model has no experts and no routing")
+        if self._settings["transformer_options"].get("moe_router_fusion"):
+            raise ConfigError(f"{method} needs transformer_options without moe_router_fusion: the fused router chooses experts by itself")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         save_checkpoint(self._engine.export_weights(), self._path, Path(path), self._dtype)
