@@ -124,11 +124,14 @@ def _pool(world_size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPool, four_ranks: RankPool) -> Iterator[Callable[[int], RankPool]]:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    yield from _pool(1, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def pools(one_rank: RankPool, two_ranks: RankPool, four_ranks: RankPool) -> Callable[[int], RankPool]:
     """A function from a number of ranks (1, 2 or 4) to a pool of them; processes start when they are first used."""
-    one = RankPool(1, tmp_path_factory.mktemp("ranks1"))
-    yield {1: one, 2: two_ranks, 4: four_ranks}.__getitem__
-    one.stop()
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}.__getitem__
 
 
 @pytest.fixture(scope="session")
