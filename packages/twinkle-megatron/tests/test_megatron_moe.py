@@ -221,7 +221,7 @@ def test_bf16_trains_experts_close_to_float32(family: str, checkpoint: Any, feat
             made.set_optimizer("adamw", lr=1e-3)
             losses[precision] = []
             for _ in range(4):
-                losses[precision].append(made.forward_backward(features, 3).loss)
+                losses[precision].append(made.forward_backward(features, 3).loss or 0.0)
                 made.clip_grad_and_step(1.0)
             assert made.calculate_metric()["moe_load_max"] >= 1
         finally:
