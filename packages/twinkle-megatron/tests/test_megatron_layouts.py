@@ -134,12 +134,21 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pp2 llama": ("llama", {"pp_size": 2}, {}),
     "dp2 qwen3": ("qwen3", {"dp_size": 2}, {"micro_batch_size": 1}),
     "dp2 distributed optimizer": ("qwen3", {"dp_size": 2}, {"use_distributed_optimizer": True, "optimizer": ADAMW}),
+    "dp2 distributed optimizer, overlap": (
+        "qwen3",
+        {"dp_size": 2},
+        {"use_distributed_optimizer": True, "overlap_communication": True, "optimizer": ADAMW, "micro_batch_size": 2},
+    ),
     "tp2 adamw": ("qwen2", {"tp_size": 2}, {"optimizer": ADAMW}),
     "tp2 sp full recompute": ("qwen3", {"tp_size": 2, "sequence_parallel": True}, {"recompute": "full"}),
 }
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+# The others say little that test_megatron_parity.py does not.
+_QUICK = {"tp2 sp llama", "tp2 qwen2", "pp2 llama", "dp2 qwen3", "dp2 distributed optimizer, overlap"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _QUICK else (pytest.mark.full,)) for name in TWO_RANKS])
 def test_two_ranks_equal_the_reference(name: str, two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]) -> None:
     family, sizes, options = TWO_RANKS[name]
     # An odd vocabulary: tensor parallelism has to pad it.
@@ -147,6 +156,7 @@ def test_two_ranks_equal_the_reference(name: str, two_ranks: Any, checkpoint: An
     check_equal(two_ranks.run(train_on_rank, path, features, sizes, **options), reference(path, options.get("optimizer", SGD)))
 
 
+@pytest.mark.full
 def test_virtual_stages_equal_the_reference(two_ranks: Any, checkpoint: Any, reference: Any, features: list[Any]) -> None:
     path = checkpoint("qwen3", num_hidden_layers=4)
     check_equal(two_ranks.run(train_on_rank, path, features, {"pp_size": 2, "vpp_size": 2}, micro_batch_size=2), reference(path))

@@ -1,6 +1,7 @@
 """MegatronModel as a component: in this process and on Ray workers, with weights sent to another group."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_four_ray_workers_pass_the_conformance_suite(checkpoint: Any, tmp_path: 
     path = checkpoint("qwen3")
     model = megatron_model(path, device_mesh=DeviceMesh.from_sizes(dp_size=2, pp_size=2), remote_group="four")
     conformance.run_all(model, ReferenceTrainer(path), tmp_path / "saved", has_graph=False)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("ray_runtime")
+def test_two_ray_workers_share_experts_and_routing_travels_with_the_rows(checkpoint: Any, features: list[Any]) -> None:
+    mesh = DeviceMesh.from_sizes(dp_size=2, ep_size=2)
+    model = megatron_model(checkpoint("qwen3_moe"), device_mesh=mesh, remote_group="actor")
+    own = model.forward_only(features, 2).get().logprobs
+    routing = model.record_routing(features, 2)
+    assert [each.shape for each in routing] == [(len(row.input_ids), 2, 2) for row in features]
+    model.set_router_replay()
+    rows = [replace(row, user_data={"routed_experts": each}) for row, each in zip(features, routing, strict=True)]
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(model.forward_only(rows, 2).get().logprobs, own, strict=True))
+    model.set_loss("cross_entropy")
+    model.set_optimizer("adamw", lr=1e-3)
+    losses = [model.forward_backward(rows, 2).loss, model.clip_grad_and_step(1.0), model.forward_backward(rows, 2).loss]
+    assert losses[2] < losses[0]
+    assert model.calculate_metric()["moe_load_max"] >= 1
 
 
 @pytest.mark.full

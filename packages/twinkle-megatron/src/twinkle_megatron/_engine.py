@@ -1,28 +1,28 @@
 """The megatron-core side of the trainer: builds the model, runs it, owns its optimizer. Imported only once the platform is chosen."""
 
-import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
 
+from twinkle_data import Batch
 from twinkle_mesh import DeviceMesh
-from twinkle_train import CallOrderError, ComputeLoss, ConfigError, OptimizerConfig, ReduceGroups, TokenOutputs
+from twinkle_train import CallOrderError, ComputeLoss, ConfigError, LossOutput, OptimizerConfig, ReduceGroups, Row, TokenOutputs
 
-from . import _parallel
-from ._batches import MicroBatch
-from ._bridge import Bridge, MBridge
-from ._logprobs import vocab_parallel_logprobs
-from ._optimizer import Optimizer, gather_sharded_gradients, reduce_gradients
-from ._schedule import run_schedule
+from . import _moe, _parallel, _replay
+from ._bridge import Bridge, make_bridge
+from ._gradients import Gradients
+from ._logprobs import gather_context, vocab_parallel_logprobs
+from ._optimizer import Optimizer
+from ._options import base_options, checked_options
+from ._schedule import packed_parameters, run_schedule
+from ._views import Columns, View, ViewShape, common_shape, make_view, view_shape, with_fillers
 
 
 class Engine:
@@ -34,7 +34,9 @@ class Engine:
         mesh: of all ranks; its device type is that of the machine.
         dtype: of the parameters.
         options: more fields of megatron-core's TransformerConfig.
+        layers_per_stage: how many layers each (virtual) stage has; None: equally many.
         distributed_optimizer: shard optimizer states over data ranks (reduce-scatter and all-gather instead of all-reduce).
+        overlap: reduce gradients during backward, and gather sharded parameters during forward.
         seed: of the generators of dropout.
         timeout_s: how long a collective may wait for its peers.
     """
@@ -47,41 +49,58 @@ class Engine:
         dtype: torch.dtype,
         *,
         options: Mapping[str, Any],
+        layers_per_stage: Sequence[int] | None,
         distributed_optimizer: bool,
+        overlap: bool,
         seed: int,
         timeout_s: float,
     ) -> None:
         self._mesh = mesh
         self._dtype = dtype
         self._distributed_optimizer = distributed_optimizer
+        self._overlap = overlap
         self._optimizer: Optimizer | None = None
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        checked = checked_options(options)
         # A model that is forgotten instead of closed lets the layout go, too.
         self._release = weakref.finalize(self, _parallel.release, _parallel.acquire(mesh, seed=seed, timeout_s=timeout_s))
         try:
-            bridge: Bridge = MBridge(hf_config, dtype, mesh.tp_size)
-            bare = bridge.build(_base_options(mesh) | checked_options(options))
+            bridge: Bridge = make_bridge(hf_config, dtype, mesh.tp_size)
+            bare = bridge.build(base_options(mesh, layers_per_stage) | checked)
             bridge.load(bare, path)
         except BaseException:
             self._release()
             raise
         self._bridge = bridge
         self._bare: list[Any] = bare
-        self._wrapped: list[Any] | None = None
+        self._gradients: Gradients | None = None
         self._tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+        self._cp_group: Any = parallel_state.get_context_parallel_group()
+        self._config: Any = bare[0].config
+        self._routers = _moe.routers(bare)
+        self._columns = Columns(cp_size=mesh.cp_size, cp_rank=self._cp_group.rank(), tp_size=mesh.tp_size if mesh.sequence_parallel else 1)
 
     @property
     def _chunks(self) -> list[Any]:
         """This rank's model chunks: bare until something needs gradients, since their buffers are as large as the model."""
-        return self._bare if self._wrapped is None else self._wrapped
+        return self._bare if self._gradients is None else self._gradients.chunks
 
     @property
-    def _trained_chunks(self) -> list[Any]:
-        """The same with gradient buffers (fp32, one value a weight)."""
-        if self._wrapped is None:
-            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self._distributed_optimizer)
-            self._wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self._bare]
-        return self._wrapped
+    def _trained(self) -> Gradients:
+        """The chunks' gradient buffers (fp32, one value a weight)."""
+        if self._gradients is None:
+            self._gradients = Gradients(self._bare, sharded=self._distributed_optimizer, overlap=self._overlap)
+        return self._gradients
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has expert layers, on whatever stage."""
+        return bool(self._config.num_moe_experts)
+
+    @property
+    def _has_aux_losses(self) -> bool:
+        config = self._config
+        return self.has_experts and (config.moe_router_load_balancing_type == "aux_loss" or config.moe_z_loss_coeff is not None)
 
     @property
     def groups(self) -> ReduceGroups:
@@ -102,13 +121,78 @@ class Engine:
 
     # Running.
 
-    def forward(self, micro_batch: MicroBatch) -> TokenOutputs:
-        """One micro-batch with a graph; only without a pipeline."""
-        (chunk,) = self._trained_chunks
-        chunk.train()
-        return self._outputs(micro_batch, chunk(micro_batch.input_ids_RC, micro_batch.position_ids_RC, None))
+    def views(self, batches: Sequence[Batch], pad_token_id: int) -> list[View]:
+        """The micro-batches as the model sees them. Collective over the data ranks where the model's experts need it."""
+        packed = any(batch.is_packed for batch in batches)
+        shapes = [view_shape(batch, self._columns, packed=packed) for batch in batches]
+        if self.has_experts and self._config.moe_token_dispatcher_type == "allgather" and self._mesh.data_world_size > 1:
+            shapes = self._agreed(batches, shapes)
+        if self._mesh.pp_size > 1:
+            # Stages need not tell each other shapes then.
+            shapes = [common_shape(shapes)] * len(shapes)
+        made = [
+            make_view(index, batch, shape, self._columns, pad_token_id=pad_token_id, device=self.device)
+            for index, (batch, shape) in enumerate(zip(batches, shapes, strict=True))
+        ]
+        # megatron-core's interleaved schedule wants a multiple of the pipeline's size.
+        return made if self._mesh.vpp_size is None else with_fillers(made, self._mesh.pp_size)
 
-    def run(self, micro_batches: Sequence[MicroBatch], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
+    def _agreed(self, batches: Sequence[Batch], shapes: Sequence[ViewShape]) -> list[ViewShape]:
+        """The all-gather dispatcher gathers equally many tokens from all expert-parallel ranks: each micro-batch gets the largest shape."""
+        group: Any = parallel_state.get_data_parallel_group()
+
+        def largest(numbers: list[int]) -> list[int]:
+            tensor = torch.tensor(numbers, device=self.device)
+            torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group)
+            return tensor.tolist()
+
+        (packed,) = largest([int(shapes[0].packed)])
+        if packed:
+            shapes = [view_shape(batch, self._columns, packed=True) for batch in batches]
+        sizes = largest([size for shape in shapes for size in (shape.rows, shape.columns)])
+        return [ViewShape(rows=rows, columns=columns, packed=bool(packed)) for rows, columns in zip(sizes[::2], sizes[1::2], strict=True)]
+
+    def replay_routing(self, views: Sequence[View], rows: Sequence[Sequence[Row]]) -> None:
+        """Makes the routers replay what the rows of these micro-batches carry, until :meth:`route_as_usual`.
+
+        Raises:
+            InputError: a row that carries none.
+        """
+        if self._routers:
+            _replay.replay(self._routers, views, rows, tp_size=self._columns.tp_size, tp_rank=self._tp_group.rank())
+
+    def route_as_usual(self) -> None:
+        """The routers choose experts themselves again."""
+        for router in self._routers:
+            router.replay.clear()
+
+    def record_routing(self, views: Sequence[View]) -> list[NDArray[np.int16]]:
+        """The experts that each token of each sequence goes to, ``[T, expert layers, k]``. Collective."""
+        for router in self._routers:
+            router.replay.recording = True
+        try:
+            self.run(views, None)
+            return _replay.recorded(self._routers, views, tp_size=self._columns.tp_size, tp_rank=self._tp_group.rank(), config=self._config)
+        finally:
+            self.route_as_usual()
+
+    def forward(self, view: View) -> TokenOutputs:
+        """One micro-batch with a graph; only without a pipeline."""
+        self._weigh_aux_losses([view])
+        (chunk,) = self._trained.chunks
+        chunk.train()
+        outputs = self._outputs(view, self._call(chunk, view))
+        self._forget_graphs()
+        return outputs
+
+    def backward(self, output: LossOutput, batch: Batch) -> None:
+        """Backward of a loss of :meth:`forward`'s outputs."""
+        self.check_loss_weight(output, batch)
+        self._trained.before_backward()
+        output.sum.backward()
+        self._forget_graphs()
+
+    def run(self, views: Sequence[View], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
         """All micro-batches through the schedule, backward of the losses included; outputs (no graph) on the last stage only.
 
         An exception of the loss is raised when the schedule is through: the other stages, which wait for gradients, are not left hanging.
@@ -116,65 +200,105 @@ class Engine:
         outputs: list[TokenOutputs] = []
         failure: Exception | None = None
 
-        def on_last_stage(micro_batch: MicroBatch, logits_RCV: torch.Tensor) -> torch.Tensor:
+        def on_last_stage(view: View, logits_RKV: torch.Tensor) -> torch.Tensor:
             nonlocal failure
-            if micro_batch.is_filler:
-                return logits_RCV.sum() * 0.0
-            token_outputs = self._outputs(micro_batch, logits_RCV)
+            if view.is_filler:
+                return logits_RKV.sum() * 0.0
+            token_outputs = self._outputs(view, logits_RKV)
             outputs.append(TokenOutputs(token_outputs.logprobs_BT.detach(), token_outputs.entropy_BT))
             if compute_loss is not None and failure is None:
                 try:
-                    return compute_loss(micro_batch.index, token_outputs).sum
+                    loss = compute_loss(view.index, token_outputs)
+                    self.check_loss_weight(loss, view.batch)
+                    return loss.sum
                 except Exception as error:  # raised below
                     failure = error
             return token_outputs.logprobs_BT.sum() * 0.0
 
-        chunks = self._chunks if compute_loss is None else self._trained_chunks
-        for chunk in chunks:
+        if compute_loss is not None:
+            self._trained.before_backward()
+            self._weigh_aux_losses(views)
+        for chunk in self._chunks:
             chunk.train(compute_loss is not None)
-        run_schedule(chunks, micro_batches, on_last_stage, forward_only=compute_loss is None)
+        run_schedule(self._chunks, views, self._call, on_last_stage, forward_only=compute_loss is None)
+        self._forget_graphs()
         if failure is not None:
             raise failure
         return outputs if parallel_state.is_pipeline_last_stage() else None
 
-    def _outputs(self, micro_batch: MicroBatch, logits_RCV: torch.Tensor) -> TokenOutputs:
-        batch = micro_batch.batch
-        logprobs_BT, entropy_BT = vocab_parallel_logprobs(
-            micro_batch.cut(logits_RCV),
-            micro_batch.tensor(batch.targets),
-            temperature_BT=micro_batch.tensor(batch.temperature),
-            vocab_size=self._bridge.vocab_size,
-            group=self._tp_group,
+    def _forget_graphs(self) -> None:
+        if self._routers:
+            _moe.forget_graphs(self._bare)
+
+    def _call(self, chunk: Any, view: View) -> torch.Tensor:
+        options: dict[str, Any] = {"packed_seq_params": packed_parameters(view)}
+        if self.has_experts and chunk.training:
+            options["padding_mask"] = self._uncounted(chunk, view)
+        return chunk(view.input_ids_RK, view.position_ids_RK, None, **options)
+
+    def _uncounted(self, chunk: Any, view: View) -> torch.Tensor | None:
+        """Which tokens the router leaves out of counts and losses: padding, and all of a micro-batch that is there for its peers' sake only."""
+        mask = view.padding_RK
+        if not _counts(view):
+            mask = torch.ones_like(view.input_ids_RK, dtype=torch.bool)
+        if mask is not None and self._mesh.sequence_parallel and not _bare(chunk).pre_process:
+            # megatron-core 0.16.1 divides the mask over the sequence-parallel ranks on the first stage only.
+            mask = mask.chunk(self._tp_group.size(), 1)[self._tp_group.rank()]
+        return mask
+
+    def _weigh_aux_losses(self, views: Sequence[View]) -> None:
+        """Makes the routers' losses weighted means over micro-batches, as the loss is. Collective over the data ranks."""
+        if not self._has_aux_losses:
+            return
+        counted = [view.batch for view in views if _counts(view)]
+        weight = sum(float(batch.loss_mask.sum(dtype="float64")) for batch in counted)
+        sums = torch.tensor([weight, sum(int(batch.valid.sum()) for batch in counted)], dtype=torch.float64, device=self.device)
+        group: Any = parallel_state.get_data_parallel_group()
+        if group.size() > 1:
+            torch.distributed.all_reduce(sums, group=group)
+        weight, num_tokens = sums.tolist()
+        for router in self._routers:
+            router.aux_weight = weight / max(num_tokens, 1)
+
+    def check_loss_weight(self, loss: LossOutput, batch: Batch) -> None:
+        """Refuses a loss that weighs otherwise than by its mask, beside which the routers' losses would be out of proportion.
+
+        Raises:
+            ConfigError: a loss that counts sequences, for example.
+        """
+        if not self._has_aux_losses:
+            return
+        expected = float(batch.loss_mask.sum(dtype="float64"))
+        if abs(float(loss.weight) - expected) > 1e-3 * max(expected, 1.0):
+            raise ConfigError(
+                f"the loss weighs a micro-batch {float(loss.weight):g}, its tokens weigh {expected:g}: auxiliary and z losses of the routers are "
+                "weighed by tokens, so they need a loss that is, too; use one, or leave moe_aux_loss_coeff and moe_z_loss_coeff out."
+            )
+
+    def _outputs(self, view: View, logits_RKV: torch.Tensor) -> TokenOutputs:
+        logprobs_RK, entropy_RK = vocab_parallel_logprobs(
+            logits_RKV, view.targets_RK, temperature_BT=view.temperature_RK, vocab_size=self._bridge.vocab_size, group=self._tp_group
         )
-        return TokenOutputs(logprobs_BT, entropy_BT)
+        logprobs_BT = view.to_batch(gather_context(logprobs_RK, self._cp_group))
+        return TokenOutputs(logprobs_BT, view.to_batch(gather_context(entropy_RK, self._cp_group)))
 
     # Gradients and the optimizer.
 
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold other data, and weights that several ranks share."""
-        reduce_gradients(self._trained_chunks)
+        self._trained.reduce()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies all gradients."""
-        for chunk in self._trained_chunks:
-            chunk.scale_gradients(factor)
+        self._trained.scale(factor)
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each weight counted once. Collective."""
-        if self._distributed_optimizer:
-            if self._optimizer is None:
-                raise CallOrderError(
-                    "the gradient norm of sharded gradients (use_distributed_optimizer) needs the optimizer: call set_optimizer first"
-                )
-            return self._optimizer.grad_norm()
-        gradients = [
-            parameter.main_grad
-            for chunk in self._trained_chunks
-            for parameter in chunk.parameters()
-            if parameter.requires_grad and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-        ]
-        group: Any = parallel_state.get_model_parallel_group()
-        return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=group))
+        if not self._distributed_optimizer:
+            return self._trained.norm()
+        if self._optimizer is None:
+            raise CallOrderError("the gradient norm of sharded gradients (use_distributed_optimizer) needs the optimizer: call set_optimizer first")
+        return self._optimizer.grad_norm()
 
     def make_optimizer(self, config: OptimizerConfig) -> None:
         """Replaces the optimizer by a fresh one.
@@ -184,93 +308,56 @@ class Engine:
         """
         if self._distributed_optimizer and config.name == "sgd":
             raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'sgd', which has no states to shard")
-        self._optimizer = Optimizer(self._trained_chunks, config, self._dtype, distributed=self._distributed_optimizer)
+        self._trained.settle_parameters()
+        self._optimizer = Optimizer(self._trained.chunks, config, self._dtype, distributed=self._distributed_optimizer)
 
     def step(self, learning_rate: float) -> None:
         """One optimizer step with the gradients as they are."""
         assert self._optimizer is not None, "the trainer checks that there is an optimizer"
         self._optimizer.step(learning_rate)
+        self._trained.parameters_changed()
+        if self.has_experts:
+            _moe.update_expert_biases(self._routers, self._config.moe_router_bias_update_rate)
 
     def zero_gradients(self) -> None:
         """Drops all gradients."""
-        for chunk in self._wrapped or ():
-            chunk.zero_grad_buffer()
+        if self._gradients is not None:
+            self._gradients.zero()
+
+    def take_statistics(self) -> dict[str, float]:
+        """Load and losses of the routers since the last call. Collective."""
+        if not self.has_experts:
+            return {}
+        pipeline: Any = parallel_state.get_pipeline_model_parallel_group()
+        return dict(_moe.take_statistics(self._routers, pipeline if pipeline.size() > 1 else None))
 
     # Weights.
 
     def load(self, path: Path) -> None:
         """Reads the weights of a checkpoint into the model and the optimizer's main copies."""
-        self._bridge.load(self._chunks, path)
+        self._settle()
+        self._bridge.load(self._bare, path)
         if self._optimizer is not None:
             self._optimizer.reload_parameters()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights under their Hugging Face names. Collective: all ranks iterate to the end."""
-        return self._bridge.export_weights(self._chunks)
+        self._settle()
+        return self._bridge.export_weights(self._bare)
 
     def export_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients under their Hugging Face names. Collective: all ranks iterate to the end."""
-        if self._distributed_optimizer:
-            gather_sharded_gradients(self._trained_chunks)
-        return self._bridge.export_gradients(self._trained_chunks)
+        self._trained.make_whole()
+        return self._bridge.export_gradients(self._bare)
+
+    def _settle(self) -> None:
+        if self._gradients is not None:
+            self._gradients.settle_parameters()
 
 
-_OWNED = (
-    "bf16",
-    "calculate_per_token_loss",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "fp16",
-    "params_dtype",
-    "perform_initialization",
-    "pipeline_dtype",
-    "pipeline_model_parallel_size",
-    "sequence_parallel",
-    "tensor_model_parallel_size",
-    "variable_seq_lengths",
-    "virtual_pipeline_model_parallel_size",
-)
+def _bare(chunk: Any) -> Any:
+    return unwrap_model(chunk)
 
 
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's fields of megatron-core's TransformerConfig.
-
-    Raises:
-        ConfigError: a name that it does not have, or one that follows from the mesh, the precision or the trainer contract.
-    """
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    if unknown := sorted(set(options) - known):
-        raise ConfigError(f"transformer_options: megatron-core's TransformerConfig has no {', '.join(unknown)}")
-    if owned := sorted(set(options) & set(_OWNED)):
-        raise ConfigError(f"transformer_options: {', '.join(owned)} follow from device_mesh, mixed_precision and the trainer contract; set those")
-    return dict(options)
-
-
-def _base_options(mesh: DeviceMesh) -> dict[str, Any]:
-    on_cpu = mesh.device_type == "cpu"
-    options: dict[str, Any] = {
-        "sequence_parallel": mesh.sequence_parallel,
-        # Loss functions return sums, which megatron-core then leaves alone, and gradients are summed over data ranks, not averaged.
-        "calculate_per_token_loss": True,
-        # Every weight comes from the checkpoint, but megatron-core 0.16.1 marks tensor-parallel weights as such only while initializing them.
-        "perform_initialization": True,
-        # All micro-batches of a call have one shape; see MicroBatch.
-        "variable_seq_lengths": False,
-        # Needs apex or TransformerEngine's fused kernels.
-        "gradient_accumulation_fusion": False,
-    }
-    if on_cpu:
-        options |= {
-            "use_cpu_initialization": True,
-            "masked_softmax_fusion": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "apply_rope_fusion": False,
-            "persist_layer_norm": False,
-            "cross_entropy_loss_fusion": False,
-        }
-    if mesh.pp_size > 1:
-        # batch_p2p_comm with virtual stages gives wrong gradients on gloo, silently: two messages to one peer are told apart by order alone.
-        options |= {"batch_p2p_comm": False, "overlap_p2p_comm": mesh.vpp_size is not None}
-    return options
+def _counts(view: View) -> bool:
+    return not view.is_filler and bool(view.batch.loss_mask.any())

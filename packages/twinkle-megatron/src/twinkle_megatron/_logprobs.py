@@ -12,6 +12,29 @@ import torch
 import torch.distributed as dist
 
 
+class _GatherContext(torch.autograd.Function):
+    """All context-parallel ranks' values, in rank order. Every rank then computes the same loss, so each keeps its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.rank = group.rank()
+        gathered = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(gathered, values.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0][ctx.rank], None
+
+
+def gather_context(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The values of every context-parallel rank, stacked in rank order along a new first axis; differentiable.
+
+    What is made of the result must be the same on every rank, as a loss of whole sequences is.
+    """
+    return values[None] if group.size() == 1 else _GatherContext.apply(values, group)  # pyright: ignore[reportReturnType]
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -1,13 +1,16 @@
 """MegatronModel: the trainer as a remote class."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import remote_class, remote_function
 from twinkle_sync import WeightSender
-from twinkle_train import remote_train_methods
+from twinkle_train import Inputs, remote_train_methods
 
 from ._trainer import MegatronTrainer, MixedPrecision, Recompute
 
@@ -15,7 +18,7 @@ from ._trainer import MegatronTrainer, MixedPrecision, Recompute
 @remote_class(execute="all")
 @remote_train_methods
 class MegatronModel(MegatronTrainer, WeightSender):
-    """Trains a dense Llama, Qwen2 or Qwen3 model with megatron-core: data, tensor, sequence and pipeline parallel, on GPUs and on CPUs.
+    """Trains Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM4-MoE models with megatron-core, in all of its layouts, on GPUs and on CPUs.
 
     It follows the trainer contract (`twinkle_train.TrainModel`, where every method is described): every layout gives the loss,
     gradients and updated weights of one process, to rounding. On a CPU, megatron-core runs through `twinkle_megatron.cpu`; on GPUs
@@ -23,12 +26,16 @@ class MegatronModel(MegatronTrainer, WeightSender):
 
     Args:
         model_id: a local folder with a Hugging Face checkpoint (config.json, *.safetensors).
-        device_mesh: dp_size, tp_size (with sequence_parallel), pp_size and vpp_size. Default: data parallel over the group's workers.
+        device_mesh: dp_size, tp_size (with sequence_parallel), pp_size, vpp_size, cp_size, ep_size and etp_size. Default: data parallel over the
+            group's workers.
         mixed_precision: 'no' (float32) or 'bf16' (parameters in bfloat16; gradients and the optimizer in float32).
         remote_group: the device group whose workers hold the model, in mode 'ray'.
         seed: of dropout's generators. Weights come from the checkpoint, so all layouts start alike.
         recompute: None, 'selective' (attention only) or 'full': activations are computed again in backward to save memory.
         use_distributed_optimizer: shard optimizer states over the data ranks (ZeRO-1, arXiv:1910.02054).
+        overlap_communication: reduce gradients while backward still runs, and, with use_distributed_optimizer, gather parameters while the next
+            forward runs. Pays off where one forward_backward call makes one step; further calls that accumulate are right, but do not overlap.
+        layers_per_stage: how many layers each pipeline stage (or virtual stage, in the order of the layers) has; None: equally many.
         transformer_options: more fields of megatron-core's TransformerConfig, by name.
         timeout_s: how long ranks wait for one another, at start and in every collective.
 
@@ -47,6 +54,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
         seed: int = 0,
         recompute: Recompute | None = None,
         use_distributed_optimizer: bool = False,
+        overlap_communication: bool = False,
+        layers_per_stage: Sequence[int] | None = None,
         transformer_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600,
     ) -> None:
@@ -58,6 +67,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
             seed=seed,
             recompute=recompute,
             use_distributed_optimizer=use_distributed_optimizer,
+            overlap_communication=overlap_communication,
+            layers_per_stage=layers_per_stage,
             transformer_options=transformer_options,
             timeout_s=timeout_s,
         )
@@ -70,6 +81,16 @@ class MegatronModel(MegatronTrainer, WeightSender):
             return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         # Nothing of megatron-core is to be compiled on a CPU.
         return {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    @remote_function(dispatch="slice_dp", collect="flatten", lazy_collect=False)
+    def record_routing(self, inputs: Inputs, micro_batch_size: int | None = None) -> list[NDArray[np.int16]]:
+        """Which experts each token goes to: int16 ``[T, expert layers, k]`` a row; to be replayed as ``user_data["routed_experts"]``."""
+        return super().record_routing(inputs, micro_batch_size)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def set_router_replay(self, enabled: bool = True) -> None:
+        """From now on tokens go to the experts that their rows' ``user_data["routed_experts"]`` name (False: to those that the router chooses)."""
+        super().set_router_replay(enabled)
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def close(self) -> None:

@@ -1,10 +1,9 @@
-"""megatron-core's optimizers and its reduction of gradients. Imported only once the platform is chosen."""
+"""megatron-core's optimizers. Imported only once the platform is chosen."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
@@ -64,23 +63,3 @@ class Optimizer:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for part in self._optimizer.chained_optimizers for group in part.param_groups]
-
-
-def reduce_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sums the accumulated gradients over the data ranks and what else is shared. Collective.
-
-    What else: norms under sequence parallelism over the tensor-parallel group, tied embeddings over the first and last stage.
-    """
-    wrapped: Any = list(chunks)
-    finalize_model_grads(wrapped)
-
-
-def gather_sharded_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Makes the gradient buffers whole again after a reduce-scatter (distributed optimizer). Collective; for export."""
-    wrapped: Any = list(chunks)
-    for chunk in wrapped:
-        for buffer in chunk.buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)

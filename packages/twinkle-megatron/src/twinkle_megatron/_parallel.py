@@ -26,11 +26,15 @@ class Layout:
     tp_size: int
     pp_size: int
     vpp_size: int | None
+    cp_size: int
+    ep_size: int
+    etp_size: int
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "Layout":
         """The layout of a mesh."""
-        return cls(world_size=mesh.world_size, tp_size=mesh.tp_size, pp_size=mesh.pp_size, vpp_size=mesh.vpp_size)
+        names = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size", "etp_size")
+        return cls(**{name: getattr(mesh, name) for name in names})
 
 
 @dataclass
@@ -72,6 +76,9 @@ def acquire(mesh: DeviceMesh, *, seed: int, timeout_s: float) -> int:
             tensor_model_parallel_size=layout.tp_size,
             pipeline_model_parallel_size=layout.pp_size,
             virtual_pipeline_model_parallel_size=layout.vpp_size,
+            context_parallel_size=layout.cp_size,
+            expert_model_parallel_size=layout.ep_size,
+            expert_tensor_parallel_size=layout.etp_size,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )

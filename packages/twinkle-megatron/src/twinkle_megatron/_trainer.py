@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -13,10 +14,23 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
-from twinkle_train import ComputeLoss, ConfigError, Inputs, OptimizerConfig, Row, TokenOutputs, TrainerBase, init_process_group, split_micro_batches
+from twinkle_train import (
+    ComputeLoss,
+    ConfigError,
+    InputError,
+    Inputs,
+    LossOutput,
+    OptimizerConfig,
+    Row,
+    TokenOutputs,
+    TrainerBase,
+    init_process_group,
+    num_micro_batches,
+    reduce_max,
+    split_micro_batches,
+)
 
 from . import cpu
-from ._batches import check_features, make_micro_batches, pipeline_micro_batches
 from ._bridge import check_same_model, find_checkpoint, read_config
 from ._checkpoint import save_checkpoint
 from ._errors import LayoutError, PlatformError
@@ -24,6 +38,7 @@ from ._layout import check_divides, check_mesh
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._views import View
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +60,8 @@ class MegatronTrainer(TrainerBase):
         seed: int = 0,
         recompute: Recompute | None = None,
         use_distributed_optimizer: bool = False,
+        overlap_communication: bool = False,
+        layers_per_stage: Sequence[int] | None = None,
         transformer_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600,
     ) -> None:
@@ -56,7 +73,8 @@ class MegatronTrainer(TrainerBase):
         check_mesh(mesh)
         self._path = find_checkpoint(os.fspath(model_id))
         self._hf_config = hf_config = read_config(self._path)
-        check_divides(hf_config, mesh)
+        stages = None if layers_per_stage is None else tuple(layers_per_stage)
+        check_divides(hf_config, mesh, stages)
         self._mesh = mesh
         self._dtype = _DTYPES[mixed_precision]
         self._settings = {
@@ -65,6 +83,8 @@ class MegatronTrainer(TrainerBase):
             "seed": seed,
             "recompute": recompute,
             "use_distributed_optimizer": use_distributed_optimizer,
+            "overlap_communication": overlap_communication,
+            "layers_per_stage": stages,
             "transformer_options": dict(transformer_options or {}),
         }
         engine_class = _engine_class(mesh.device_type)
@@ -75,38 +95,48 @@ class MegatronTrainer(TrainerBase):
             mesh,
             self._dtype,
             options=_recompute_options(recompute) | dict(transformer_options or {}),
+            layers_per_stage=stages,
             distributed_optimizer=use_distributed_optimizer,
+            overlap=overlap_communication,
             seed=seed,
             timeout_s=timeout_s,
         )
-        alignment = mesh.tp_size if mesh.sequence_parallel else 1
+        self._replays = False
+        self._rows: list[Row] = []
+        self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
         super().__init__(
             groups=self._engine.groups,
-            processor=InputProcessor(pad_token_id=_pad_token_id(hf_config), alignment=alignment),
-            alignment=alignment,
+            # Rows are aligned to what the layout needs where they become the model's, so any collation will do.
+            processor=InputProcessor(pad_token_id=_pad_token_id(hf_config)),
             has_graph=mesh.pp_size == 1,
+            # Experts exchange tokens between the data ranks.
+            equal_micro_batches=self._engine.has_experts,
+            packed_rows=True,
         )
 
     # What the contract leaves to an engine.
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
         del adapter_name
-        (micro_batch,) = self._tensors([batch])
-        return self._engine.forward(micro_batch)
+        (view,) = self._views([batch])
+        return self._engine.forward(view)
+
+    def _backward(self, adapter_name: str, output: LossOutput) -> None:
+        pending = self._state(adapter_name).require_pending("backward")
+        self._engine.backward(output, pending.batch)
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
         del adapter_name
-        return self._engine.run(self._tensors(batches), compute_loss)
+        return self._engine.run(self._views(batches), compute_loss)
 
-    def _tensors(self, batches: Sequence[Batch]) -> list[Any]:
-        return make_micro_batches(
-            batches,
-            equal_shapes=self._mesh.pp_size > 1,
-            # megatron-core's interleaved schedule wants a multiple of the pipeline's size.
-            multiple_of=1 if self._mesh.vpp_size is None else self._mesh.pp_size,
-            pad_token_id=self._processor.pad_token_id,
-            device=self._engine.device,
-        )
+    def _views(self, batches: Sequence[Batch]) -> "list[View]":
+        """The micro-batches as the model sees them; its routers replay what their rows carry, when that is asked for."""
+        views = self._engine.views(batches, self._processor.pad_token_id)
+        # What was replayed before is kept until here: a backward that recomputes needs it.
+        self._engine.route_as_usual()
+        if self._replays:
+            self._engine.replay_routing(views, [self._rows_of.get(batch, self._rows) for batch in batches])
+        return views
 
     def _reduce_gradients(self, adapter_name: str) -> None:
         del adapter_name
@@ -141,21 +171,64 @@ class MegatronTrainer(TrainerBase):
 
     def _features(self, inputs: Inputs) -> list[Row]:
         features = super()._features(inputs)
-        check_features(features, self._hf_config.vocab_size)
+        # Tensor parallelism pads the vocabulary: tokens beyond it would be looked up in rows that mean nothing.
+        for index, feature in enumerate(features):
+            if feature.input_ids.max() >= self._hf_config.vocab_size:
+                raise InputError(
+                    f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
+                    f"{self._hf_config.vocab_size}: encode with the tokenizer of this model."
+                )
+        self._rows = features
         return features
 
     def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
-        if self._mesh.pp_size == 1:
-            return super()._micro_batches(features, micro_batch_size)
-        count = pipeline_micro_batches(len(features), micro_batch_size, self._mesh.pp_size)
-        return [self._processor(rows) for rows in split_micro_batches(features, micro_batch_size, count=count)]
+        count: int | None = None
+        if self._mesh.pp_size > 1:
+            # One a stage when no size is given, as far as there are rows, so that the pipeline is not idle.
+            count = min(self._mesh.pp_size, len(features)) if micro_batch_size is None else num_micro_batches(len(features), micro_batch_size)
+        if self._equal_micro_batches:
+            (largest,) = reduce_max([count or num_micro_batches(len(features), micro_batch_size)], self._groups)
+            count = int(largest)
+        parts = split_micro_batches(features, micro_batch_size, count=count)
+        batches = [self._processor(rows) for rows in parts]
+        self._rows_of.update(zip(batches, parts, strict=True))
+        return batches
 
     # What the contract leaves to a trainer.
 
-    def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
-        if processor.padding_side != "right":
-            raise ConfigError("MegatronModel needs padding_side='right': its attention is causal and unmasked, so padding must follow the tokens")
-        super().set_processor(processor, adapter_name=adapter_name)
+    def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
+        return super().calculate_metric(adapter_name=adapter_name) | self._engine.take_statistics()
+
+    def record_routing(self, inputs: Inputs, micro_batch_size: int | None = None) -> list[NDArray[np.int16]]:
+        """Which experts each token goes to: int16 ``[T, expert layers, k]`` a row, in the order of the layers; what
+        ``user_data["routed_experts"]`` of a row must be to be replayed. Collective; no rows of models without experts.
+
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        self._need_experts("record_routing")
+        features = self._features(inputs)
+        self._engine.route_as_usual()
+        batches = self._micro_batches(features, micro_batch_size)
+        tokens = np.concatenate(self._engine.record_routing(self._engine.views(batches, self._processor.pad_token_id)))
+        ends = np.cumsum([len(row) for row in features])
+        return np.split(tokens[: ends[-1]], ends[:-1])
+
+    def set_router_replay(self, enabled: bool = True) -> None:
+        """From now on every token goes to the experts that its row's ``user_data["routed_experts"]`` names, whatever the router would choose; the
+        router still weighs them. So a policy is trained on the routing that it sampled with (R3, arXiv:2510.11370).
+
+        Raises:
+            ConfigError: the model has no experts.
+        """
+        self._need_experts("set_router_replay")
+        self._replays = enabled
+
+    def _need_experts(self, method: str) -> None:
+        if not self._engine.has_experts:
+            raise ConfigError(f"{method}: a {self._hf_config.model_type!r} model has no experts and no routing")
+        if self._settings["transformer_options"].get("moe_router_fusion"):
+            raise ConfigError(f"{method} needs transformer_options without moe_router_fusion: the fused router chooses experts by itself")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         save_checkpoint(self._engine.export_weights(), self._path, Path(path), self._dtype)

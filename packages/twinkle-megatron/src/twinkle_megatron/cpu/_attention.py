@@ -67,11 +67,13 @@ class CpuCoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        del layer_number, attn_mask_type, attention_type, cp_comm_type
+        del layer_number, attn_mask_type, attention_type, cp_comm_type, k_channels, v_channels
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.cp_size = config.context_parallel_size

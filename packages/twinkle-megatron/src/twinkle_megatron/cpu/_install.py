@@ -4,7 +4,7 @@ from typing import Any
 
 import megatron.core.extensions.transformer_engine as te_layers
 import megatron.core.models.gpt.gpt_layer_specs as gpt_specs
-import torch
+import megatron.core.transformer.multi_latent_attention as latent_attention
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -12,11 +12,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
 from ._attention import CpuCoreAttention
 from ._experts import CpuColumnParallelGroupedLinear, CpuGroupedLinear, CpuRowParallelGroupedLinear
-from ._layers import CpuNorm, LayerNormColumnParallelLinear
-
-
-class ReplicatedLinear(torch.nn.Module):
-    """Stands where megatron-core asks ``isinstance(layer, TELinear)``; no layer of the supported models is one."""
+from ._layers import CpuNorm, LayerNormColumnParallelLinear, ReplicatedLinear
 
 
 class CpuSpecProvider(LocalSpecProvider):
@@ -68,6 +64,8 @@ def install() -> None:
     }
     for name, replacement in replacements.items():
         setattr(te_layers, name, replacement)
+    # Latent attention asks which layer it got, by the name that it imported.
+    latent_attention.TELinear = ReplicatedLinear
     # The specs read these three when they build a model with use_transformer_engine=True.
     gpt_specs.TESpecProvider = CpuSpecProvider
     gpt_specs.TENorm = CpuNorm

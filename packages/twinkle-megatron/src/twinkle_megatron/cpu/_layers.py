@@ -68,6 +68,44 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         )
 
 
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole (``TELinear`` with ``parallel_mode="duplicated"``).
+
+    Under sequence parallelism each rank applies it to its part of the sequence, so that its gradients are summed over the group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], Any],
+        bias: bool = False,
+        **unused: object,
+    ) -> None:
+        super().__init__()
+        del unused
+        if parallel_mode != "duplicated" or bias:
+            raise NotImplementedError(f"TELinear(parallel_mode={parallel_mode!r}, bias={bias}) is not supported on the CPU platform")
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Returns the output and no bias, as TransformerEngine's layers do."""
+        return torch.nn.functional.linear(input_, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None) -> Any:
+        """The weight, replicated over the tensor-parallel group."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, sharded_offsets=sharded_offsets, dp_cp_group=metadata["dp_cp_group"]
+        )
+
+
 def _refuse_zero_centered(config: TransformerConfig) -> None:
     if config.layernorm_zero_centered_gamma:
         raise NotImplementedError("layernorm_zero_centered_gamma is not supported on the CPU platform")

@@ -124,16 +124,6 @@ SPECIAL_RULES: tuple[SpecialRule, ...] = (
         why="the helper of the rule uneven-all-gather",
     ),
     SpecialRule(
-        name="uneven-reduce-scatter",
-        module="megatron.core.tensor_parallel.mappings",
-        old="        torch.distributed.reduce_scatter(output, input_tensor_list, group=group)",
-        new=(
-            "        summed = input_.contiguous().clone(); torch.distributed.all_reduce(summed, group=group); "
-            "output.copy_(torch.split(summed, input_split_sizes, dim=0)[rank])"
-        ),
-        why="gloo refuses a reduce_scatter of different lengths: sum everything, keep this rank's part",
-    ),
-    SpecialRule(
         name="splits-to-numpy",
         module="megatron.core.transformer.moe.moe_utils",
         old="if torch.is_tensor(tensor) and tensor.is_cuda:",

@@ -1,0 +1,137 @@
+"""Gradient buffers of megatron-core: when they are reduced, and their norm. Imported only once the platform is chosen."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+
+class Gradients:
+    """The gradients of this rank's chunks, in float32 buffers that megatron-core reduces over the data ranks.
+
+    With ``overlap`` the reduction starts in the backward of the last micro-batch of the first call after `zero`; with sharded states, too, parameters
+    are gathered while the next forward runs. A further call that accumulates takes the reduction back: each rank keeps its shard of the sums, so
+    that reducing once more, at the end, adds up to the right thing.
+
+    Args:
+        chunks: the bare chunks.
+        sharded: reduce-scatter, for optimizer states that are sharded over the data ranks, instead of all-reduce.
+        overlap: communicate while computing.
+    """
+
+    def __init__(self, chunks: Sequence[Any], *, sharded: bool, overlap: bool) -> None:
+        self.sharded = sharded
+        self.overlap = overlap
+        # Bare chunks are wrapped in the order of their stages; only the first has buckets of its own, since the others' communication
+        # overlaps with other chunks' computation anyway.
+        self.chunks: list[Any] = [
+            DistributedDataParallel(
+                chunk.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=sharded,
+                    overlap_grad_reduce=overlap,
+                    overlap_param_gather=overlap and sharded,
+                ),
+                chunk,
+                disable_bucketing=index > 0,
+            )
+            for index, chunk in enumerate(chunks)
+        ]
+        if overlap:
+            synced = [chunk.no_sync for chunk in self.chunks]
+            self.chunks[0].config.no_sync_func = synced if len(synced) > 1 else synced[0]
+        self._state: Literal["clean", "started", "accumulating"] = "clean"
+
+    def before_backward(self) -> None:
+        """Called before micro-batches are run backward."""
+        if not self.overlap:
+            return
+        if self._state == "started":
+            for chunk in self.chunks:
+                chunk.finish_grad_sync()
+                _keep_own_shard(chunk)
+                chunk.ddp_config.overlap_grad_reduce = False
+            self._state = "accumulating"
+        elif self._state == "clean":
+            self._state = "started"
+
+    def reduce(self) -> None:
+        """Sums the accumulated gradients over the data and context ranks and what else is shared. Collective.
+
+        What else: norms under sequence parallelism over the tensor-parallel group, tied embeddings over the first and last stage.
+        """
+        finalize_model_grads(self.chunks)
+
+    def make_whole(self) -> None:
+        """Makes the buffers whole again after a reduce-scatter. Collective; for export."""
+        if not self.sharded:
+            return
+        for bucket, group in _buckets(self.chunks):
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all gradients."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+
+    def norm(self) -> float:
+        """The 2-norm of whole gradients (not of shards), each weight counted once. Collective."""
+        mine: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                # Experts that are spread over ranks: each rank has others, or another part.
+                is_expert = not getattr(parameter, "allreduce", True)
+                counts = is_expert or param_is_not_tensor_parallel_duplicate(parameter)
+                if parameter.requires_grad and counts and param_is_not_shared(parameter):
+                    mine[is_expert].append(parameter.main_grad)
+        dense: Any = parallel_state.get_model_parallel_group()
+        experts: Any = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        norms = [float(get_grad_norm_fp32(mine[False], grad_stats_parallel_group=dense))]
+        if any(getattr(chunk.config, "num_moe_experts", None) for chunk in self.chunks):
+            norms.append(float(get_grad_norm_fp32(mine[True], grad_stats_parallel_group=experts)))
+        return sum(norm**2 for norm in norms) ** 0.5
+
+    def zero(self) -> None:
+        """Drops all gradients."""
+        for chunk in self.chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                if group.grad_reduce_handle is not None:
+                    group.grad_reduce_handle.wait()
+                    group.grad_reduce_handle = None
+            chunk.zero_grad_buffer()
+            chunk.ddp_config.overlap_grad_reduce = self.overlap
+        self._state = "clean"
+
+    def parameters_changed(self) -> None:
+        """Called after a step: what was gathered is out of date, so that the next forward gathers anew."""
+        for chunk in self.chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.param_gather_dispatched = False
+
+    def settle_parameters(self) -> None:
+        """Waits for parameters that are still being gathered, before somebody reads or replaces them. Collective."""
+        if self.overlap and self.sharded:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _buckets(chunks: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    for chunk in chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                yield bucket, buffer.data_parallel_group
+
+
+def _keep_own_shard(chunk: Any) -> None:
+    for bucket, group in _buckets([chunk]):
+        for rank, shard in enumerate(bucket.grad_data.chunk(group.size())):
+            if rank != group.rank():
+                shard.zero_()

@@ -1,0 +1,192 @@
+"""Moves weights between a Hugging Face checkpoint and the shards of all ranks.
+
+mbridge knows names and formats; which rank has which part is known here. (mbridge 0.15.1's own loops gather experts over the wrong group when
+expert tensor parallelism differs from tensor parallelism, and agree upon every single tensor by exchanging pickled objects.)
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._errors import CheckpointError
+
+_EXPERTS = ".mlp.experts.linear_fc"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One tensor of one pipeline stage, the same on all ranks. name: with the layer's number in the whole model, and the expert's on this rank."""
+
+    stage: int
+    chunk: int
+    local_name: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    split_axis: int | None
+    is_buffer: bool
+
+
+class WeightMap:
+    """Which weights a model has on which stage, and how their parts make wholes.
+
+    Args:
+        names: a bridge of mbridge, built.
+        chunks: this rank's bare model chunks.
+    """
+
+    def __init__(self, names: Any, chunks: Sequence[Any]) -> None:
+        self._names = names
+        self._mpu = names.mpu
+        mine = [entry for index, chunk in enumerate(chunks) for entry in self._entries(index, chunk)]
+        stages: list[Any] = [mine]
+        if self._mpu.pp_size > 1:
+            stages = [None] * self._mpu.pp_size
+            dist.all_gather_object(stages, mine, group=self._mpu.pp_group)
+        self._plan: list[_Entry] = [entry for stage in stages for entry in stage]
+
+    def _entries(self, index: int, chunk: Any) -> Iterator[_Entry]:
+        names = self._names._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
+        parameters = dict(chunk.named_parameters())
+        for local_name, tensor in _state(chunk).items():
+            yield _Entry(
+                stage=self._mpu.pp_rank,
+                chunk=index,
+                local_name=local_name,
+                name=names[local_name],
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                split_axis=_split_axis(names[local_name], parameters.get(local_name)),
+                is_buffer=local_name not in parameters,
+            )
+
+    # Into the model.
+
+    def load(self, chunks: Sequence[Any], path: Path) -> None:
+        """Fills the chunks from the safetensors of a folder. Every rank reads what it needs; nothing is sent.
+
+        Raises:
+            CheckpointError: tensors are missing, or one has another shape; before anything is changed in the first case.
+        """
+        mine = [entry for entry in self._plan if entry.stage == self._mpu.pp_rank]
+        with ExitStack() as stack:
+            files = _open(path, stack)
+            wanted = {entry: self._names._weight_name_mapping_mcore_to_hf(self._on_this_rank(entry)) for entry in mine}
+            missing = sorted({name for names in wanted.values() for name in names} - files.keys())
+            if missing:
+                raise CheckpointError(f"{path} lacks {len(missing)} tensors that its config.json calls for: {', '.join(missing[:5])}.")
+            states = [_state(chunk) for chunk in chunks]
+            with torch.no_grad():
+                for entry, names in wanted.items():
+                    whole = self._names._weight_to_mcore_format(self._on_this_rank(entry), [files[name].get_tensor(name) for name in names])
+                    part = self._part(entry, whole)
+                    if part.shape != entry.shape:
+                        raise CheckpointError(f"{path}: {names[0]} has another shape than its config.json calls for.")
+                    states[entry.chunk][entry.local_name].copy_(part)
+
+    def _on_this_rank(self, entry: _Entry) -> str:
+        return entry.name if _EXPERTS not in entry.name else self._expert_name(entry.name, self._mpu.ep_rank)
+
+    def _part(self, entry: _Entry, whole: torch.Tensor) -> torch.Tensor:
+        is_expert = _EXPERTS in entry.name
+        size, rank = (self._mpu.etp_size, self._mpu.etp_rank) if is_expert else (self._mpu.tp_size, self._mpu.tp_rank)
+        if entry.split_axis is None or size == 1:
+            return whole
+        if _is_gate_and_up(entry.name):
+            return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+        return whole.chunk(size, entry.split_axis)[rank]
+
+    # Out of the model.
+
+    @torch.no_grad()
+    def export(self, chunks: Sequence[Any], *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight (or gradient), whole, under its Hugging Face name, once. Collective: all ranks iterate to the end."""
+        states = [_state(chunk) for chunk in chunks]
+        done: set[str] = set()
+        for entry in self._plan:
+            if gradients and entry.is_buffer:
+                continue
+            here: Any = states[entry.chunk][entry.local_name] if entry.stage == self._mpu.pp_rank else None
+            if here is not None:
+                here = here.main_grad if gradients else here.detach()
+            for name, whole in self._wholes(entry, here, torch.float32 if gradients else entry.dtype):
+                hf_names, tensors = self._names._weight_to_hf_format(name, whole)
+                for hf_name, tensor in zip(hf_names, tensors, strict=True):
+                    # A tied head is on the last stage as well as the first.
+                    if hf_name not in done:
+                        done.add(hf_name)
+                        yield hf_name, tensor
+
+    def _wholes(self, entry: _Entry, here: torch.Tensor | None, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole tensors that an entry is part of: one, or one an expert-parallel rank."""
+        mpu = self._mpu
+        if mpu.pp_size > 1:
+            if here is None:
+                here = torch.empty(entry.shape, dtype=dtype, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+            dist.broadcast(here, src=dist.get_global_rank(mpu.pp_group, entry.stage), group=mpu.pp_group)
+        assert here is not None
+        is_expert = _EXPERTS in entry.name
+        if entry.split_axis is not None:
+            here = _merge(entry, _gather(here, mpu.etp_group if is_expert else mpu.tp_group))
+        if not is_expert:
+            yield entry.name, here
+            return
+        for rank, whole in enumerate(_gather(here, mpu.ep_group)):
+            yield self._expert_name(entry.name, rank), whole
+
+    def _expert_name(self, name: str, ep_rank: int) -> str:
+        before, _, number = name.rpartition(".weight")
+        return f"{before}.weight{int(number) + ep_rank * (self._names.config.num_moe_experts // self._mpu.ep_size)}"
+
+
+def _state(chunk: Any) -> dict[str, torch.Tensor]:
+    """Parameters, and the buffers that a checkpoint has: the router's expert biases."""
+    buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")}
+    return dict(chunk.named_parameters()) | buffers
+
+
+def _split_axis(name: str, parameter: torch.nn.Parameter | None) -> int | None:
+    """Along which axis tensor parallelism splits a weight; None: every rank has all of it."""
+    if _EXPERTS in name:
+        # Whatever the layer says: TransformerEngine's do not mark their experts' weights.
+        return 0 if "linear_fc1" in name else 1
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # pyright: ignore
+
+
+def _is_gate_and_up(name: str) -> bool:
+    return "linear_fc1.weight" in name or "linear_fc1.bias" in name
+
+
+def _gather(part: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts
+
+
+def _merge(entry: _Entry, parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if _is_gate_and_up(entry.name):
+        # Each rank has its part of the gate, then its part of the up projection.
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    assert entry.split_axis is not None
+    return torch.cat(parts, entry.split_axis)
+
+
+def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """An open file for every tensor in a folder of safetensors."""
+    from safetensors import safe_open
+
+    files: dict[str, Any] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        opened = stack.enter_context(safe_open(file, framework="pt"))
+        files.update(dict.fromkeys(opened.keys(), opened))
+    return files
