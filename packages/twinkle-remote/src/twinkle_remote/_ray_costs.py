@@ -24,8 +24,8 @@ class Costs:
         """A call has finished."""
         with self.totals.lock:
             sums = self.totals.methods[method]
-            sums.calls += 1
-            sums.failures += failed
+            sums["calls"] += 1
+            sums["failures"] += failed
         if self.trace is not None:
             self.trace.add("driver", None, name, submit_s, time.time(), line=line, failed=failed)
 
@@ -34,13 +34,13 @@ class Costs:
         timing = answer.timing if isinstance(answer, Result) else None
         with self.totals.lock:
             sums = self.totals.methods[method]
-            sums.run_s += answer.end_s - answer.start_s
+            sums["run_s"] += answer.end_s - answer.start_s
             if timing is not None:
-                sums.queue_s += max(0.0, timing.received_s - submit_s)
-                sums.fetch_s += answer.start_s - timing.received_s
-                sums.store_s += timing.stored_s - answer.end_s
-                sums.fetched_bytes += timing.fetched_bytes
-                sums.stored_bytes += timing.stored_bytes
+                sums["queue_s"] += max(0.0, timing.received_s - submit_s)
+                sums["fetch_s"] += answer.start_s - timing.received_s
+                sums["store_s"] += timing.stored_s - answer.end_s
+                sums["fetched_bytes"] += timing.fetched_bytes
+                sums["stored_bytes"] += timing.stored_bytes
         if self.trace is None:
             return
         self.trace.add(self.row, rank, method, answer.start_s, answer.end_s)
@@ -54,8 +54,8 @@ class Costs:
         end_s = time.time()
         with self.totals.lock:
             sums = self.totals.methods[method]
-            sums.collect_s += end_s - start_s
-            sums.collected_bytes += size_bytes
+            sums["collect_s"] += end_s - start_s
+            sums["collected_bytes"] += size_bytes
         if self.trace is not None:
             self.trace.add("driver", None, f"collect {name}", start_s, end_s, cat="collect", bytes=size_bytes)
 

@@ -3,6 +3,7 @@
 import threading
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,42 +40,29 @@ class ComponentStats:
 
 
 @dataclass(slots=True)
-class Sums:
-    """The running numbers of one method; see MethodStats."""
-
-    calls: int = 0
-    failures: int = 0
-    queue_s: float = 0.0
-    fetch_s: float = 0.0
-    run_s: float = 0.0
-    store_s: float = 0.0
-    collect_s: float = 0.0
-    fetched_bytes: int = 0
-    stored_bytes: int = 0
-    collected_bytes: int = 0
-
-
-@dataclass(slots=True)
 class Totals:
-    """The running numbers of one component; see ComponentStats. Threads may add to them: `lock` is held meanwhile."""
+    """The running numbers of one component; see ComponentStats. Threads may add to them: `lock` is held meanwhile.
+
+    methods: by method, the fields of MethodStats.
+    """
 
     name: str
     group: str | None
     workers: int = 1
     restarts: int = 0
-    methods: defaultdict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
+    methods: defaultdict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(lambda: asdict(MethodStats())))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_run(self, method: str, run_s: float, *, failed: bool) -> None:
         """Add a call that was made in process."""
         with self.lock:
             sums = self.methods[method]
-            sums.calls += 1
-            sums.failures += failed
-            sums.run_s += run_s
+            sums["calls"] += 1
+            sums["failures"] += failed
+            sums["run_s"] += run_s
 
     def snapshot(self) -> ComponentStats:
         """The numbers now."""
         with self.lock:
-            methods = {name: MethodStats(**asdict(sums)) for name, sums in self.methods.items()}
+            methods = {name: MethodStats(**sums) for name, sums in self.methods.items()}
         return ComponentStats(name=self.name, group=self.group, workers=self.workers, restarts=self.restarts, methods=methods)
