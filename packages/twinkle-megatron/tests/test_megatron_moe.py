@@ -215,7 +215,7 @@ def test_routing_that_cannot_be_replayed_is_refused(chosen: Any, words: str, mod
 def test_bf16_trains_experts_close_to_float32(family: str, checkpoint: Any, features: list[Any]) -> None:
     losses: dict[str, list[float]] = {}
     for precision in ("no", "bf16"):
-        made = MegatronModel(checkpoint(family), mixed_precision=precision, transformer_options={"moe_z_loss_coeff": 1e-3})  # type: ignore[arg-type]
+        made = MegatronModel(checkpoint(family), mixed_precision=precision, transformer_options={"moe_z_loss_coeff": 1e-3})
         try:
             made.set_loss("cross_entropy")
             made.set_optimizer("adamw", lr=1e-3)

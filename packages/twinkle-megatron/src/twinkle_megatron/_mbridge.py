@@ -139,5 +139,5 @@ def mended(model_type: str) -> type:
 
     if model_type == "deepseek_v3":
         # Its own provider does not pad the vocabulary, and builds multi-token prediction, which transformers does not load either.
-        Mended._model_provider = Qwen2Bridge._model_provider  # type: ignore[attr-defined]
+        Mended._model_provider = Qwen2Bridge._model_provider
     return Mended

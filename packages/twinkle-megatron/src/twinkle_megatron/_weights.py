@@ -150,12 +150,12 @@ def _state(chunk: Any) -> dict[str, torch.Tensor]:
     return dict(chunk.named_parameters()) | buffers
 
 
-def _split_axis(name: str, parameter: torch.nn.Parameter | None) -> int | None:
-    """Along which axis tensor parallelism splits a weight; None: every rank has all of it."""
+def _split_axis(name: str, parameter: Any) -> int | None:
+    """Along which axis tensor parallelism splits a weight; None: every rank has all of it. parameter: with megatron-core's marks, or None."""
     if _EXPERTS in name:
         # Whatever the layer says: TransformerEngine's do not mark their experts' weights.
         return 0 if "linear_fc1" in name else 1
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # pyright: ignore
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def _is_gate_and_up(name: str) -> bool:
