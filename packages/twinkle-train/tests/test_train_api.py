@@ -23,7 +23,7 @@ def test_exports_are_sorted_and_documented(module):
 
 def test_errors_pickle_and_show_their_message():
     errors = [value for value in vars(twinkle_train).values() if isinstance(value, type) and issubclass(value, TrainError)]
-    assert len(errors) == 8
+    assert len(errors) == 9
     for error in errors:
         again = pickle.loads(pickle.dumps(error("what to do")))
         assert type(again) is error

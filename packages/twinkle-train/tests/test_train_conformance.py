@@ -159,6 +159,38 @@ class AllowsAnyOrder(ReferenceTrainer):
             super().step(adapter_name=adapter_name)
 
 
+class ForgetsMoments(ReferenceTrainer):
+    """Resumes with the weights, and with an optimizer that starts anew."""
+
+    def _read_checkpoint(self, path, info):
+        super()._read_checkpoint(path, info)
+        self._make_optimizer("", info.adapters[""].optimizer)
+
+
+class ForgetsWeights(ReferenceTrainer):
+    def _read_checkpoint(self, path, info):
+        before = {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+        super()._read_checkpoint(path, info)
+        self._model.load_state_dict(before)
+
+
+class ForgetsSchedule(ReferenceTrainer):
+    def resume_from_checkpoint(self, path):
+        user_state = super().resume_from_checkpoint(path)
+        self.set_lr_scheduler("constant")
+        return user_state
+
+
+class ForgetsUserState(ReferenceTrainer):
+    def resume_from_checkpoint(self, path):
+        super().resume_from_checkpoint(path)
+        return {}
+
+
+def _resume(trainer, reference, rows, path):
+    conformance.check_resume(trainer, path / type(trainer).__name__, rows)
+
+
 def _grpo(trainer, reference, rows, path):
     conformance.check_first_ratio_is_one(trainer, rows)
 
@@ -205,6 +237,10 @@ _gradients = _beside(conformance.check_loss_and_gradients, micro_batch_size=2)
         (ScalesStep, _alone(conformance.check_learning_rate), "learning rate"),
         (ForgetsMetrics, _alone(conformance.check_metrics), "metric 'loss'"),
         (SavesOldWeights, _save, "saved checkpoint"),
+        (ForgetsMoments, _resume, "steps after resuming"),
+        (ForgetsWeights, _resume, "steps after resuming"),
+        (ForgetsSchedule, _resume, "steps after resuming"),
+        (ForgetsUserState, _resume, "resume_from_checkpoint returned"),
         (AllowsAnyOrder, _alone(conformance.check_call_order), "step without gradients"),
     ],
 )

@@ -1,10 +1,22 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
 from ._advantages import GRPOAdvantage, group_advantages
+from ._checkpoints import (
+    AdapterProgress,
+    CheckpointInfo,
+    begin_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    publish_checkpoint,
+    read_checkpoint,
+    remove_unfinished,
+    unfinished_path,
+)
 from ._collect import collect_model_output
 from ._contract import Inputs, Row, TrainModel
 from ._errors import (
     CallOrderError,
+    CheckpointError,
     ConfigError,
     InputError,
     NonFiniteError,
@@ -28,8 +40,11 @@ from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
 from ._trainer import ComputeLoss, TokenOutputs, TrainerBase
 
 __all__ = [
+    "AdapterProgress",
     "AnyMetric",
     "CallOrderError",
+    "CheckpointError",
+    "CheckpointInfo",
     "ComputeLoss",
     "ConfigError",
     "CrossEntropyLoss",
@@ -60,20 +75,27 @@ __all__ = [
     "TrainState",
     "TrainerBase",
     "UnknownAdapterError",
+    "begin_checkpoint",
     "build_torch_optimizer",
     "collect_model_output",
     "combine_metrics",
     "group_advantages",
     "init_process_group",
     "last_word",
+    "list_checkpoints",
     "loss_input_from_batch",
     "num_micro_batches",
+    "prune_checkpoints",
+    "publish_checkpoint",
+    "read_checkpoint",
     "reduce_max",
     "reduce_sum",
     "reduce_totals",
     "remote_train_methods",
+    "remove_unfinished",
     "resolve_loss",
     "split_micro_batches",
     "state_of",
+    "unfinished_path",
     "unshift_rows",
 ]

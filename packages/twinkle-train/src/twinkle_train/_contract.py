@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,36 @@ class TrainModel(ABC):
     @abstractmethod
     def load(self, path: str | os.PathLike[str]) -> None:
         """Reads weights that `save` (or Hugging Face) wrote into this model. Optimizer state and counters stay."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: str | os.PathLike[str], *, user_state: Mapping[str, Any] | None = None, background: bool = False) -> None:
+        """Writes all that training goes on from: weights, optimizer states, schedule, counters and generators; see `resume_from_checkpoint`.
+
+        The folder appears whole or not at all, and replaces one that is there only then: a process that dies in the middle leaves the checkpoints
+        before as they were (`list_checkpoints`). Losses, processors and metrics that were not taken yet are not part of it. All ranks call it, between
+        steps.
+
+        path: the checkpoint's own folder, which all ranks name alike and share. user_state: plain JSON that resume_from_checkpoint gives back (a
+        loader's position, a weight version). background: return as soon as the state is copied, and write while training goes on; a failure is
+        raised by the next step, save_checkpoint or wait_for_checkpoint, on all ranks, and a second save waits for the first.
+
+        Raises CallOrderError while gradients are accumulated, ConfigError for a user_state that is no JSON, CheckpointError when it could not be
+        written.
+        """
+
+    @abstractmethod
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the checkpoint that is written in the background is whole. All ranks call it; raises CheckpointError when that failed."""
+
+    @abstractmethod
+    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Goes on where `save_checkpoint` was called, in this layout or another; returns its user_state.
+
+        Optimizer and schedule are set as they were; set_loss is still the caller's. Gradients are dropped. Generators are restored where the layout
+        is the same. In the same layout everything that follows is bit-identical; in another, equal to rounding.
+
+        Raises CheckpointError for a folder that is no whole checkpoint, or is one of another model or precision.
+        """
 
     @abstractmethod
     def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:

@@ -8,6 +8,7 @@ TrainError
 +- NonFiniteError (ArithmeticError)  a loss or gradient that is NaN or infinite
 +- PeerError (RuntimeError)          another rank of the same trainer failed
 +- ProcessGroupError (RuntimeError)  torch.distributed could not be brought up
++- CheckpointError (OSError)         a training checkpoint that is not whole, does not fit, or could not be written
 """
 
 from __future__ import annotations
@@ -46,3 +47,7 @@ class PeerError(TrainError, RuntimeError):
 
 class ProcessGroupError(TrainError, RuntimeError):
     """The default process group could not be made, or one exists that does not fit."""
+
+
+class CheckpointError(TrainError, OSError):
+    """A training checkpoint is not there, not whole, does not fit the trainer, or could not be written; the message says which and where."""

@@ -26,13 +26,16 @@ _COLLECTIVE_METHODS = (
     "get_train_configs",
     "load",
     "lr_step",
+    "resume_from_checkpoint",
     "save",
+    "save_checkpoint",
     "set_loss",
     "set_lr_scheduler",
     "set_optimizer",
     "set_processor",
     "set_template",
     "step",
+    "wait_for_checkpoint",
     "zero_grad",
 )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -14,14 +16,15 @@ from torch import Tensor
 
 from twinkle_data import Batch, InputFeature, InputProcessor, ModelOutput, PackedFeature, Template, Trajectory
 
+from ._checkpoints import AdapterProgress, CheckpointInfo, read_checkpoint
 from ._contract import Inputs, Row, TrainModel
-from ._errors import CallOrderError, ConfigError, InputError
+from ._errors import CallOrderError, CheckpointError, ConfigError, InputError
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
 from ._optimizer import OptimizerConfig
 from ._schedules import LRSchedule, ScheduleName
-from ._state import TrainState, check_finite, state_of
+from ._state import Gradients, TrainState, check_finite, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_totals
 
 # As torch.nn.utils.clip_grad_norm_ and megatron-core have it, so that clipped steps agree with theirs.
@@ -131,6 +134,17 @@ class TrainerBase(TrainModel):
     def _engine_config(self) -> dict[str, Any]:
         """The engine's own entries of get_train_configs."""
         return {}
+
+    def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
+        """Writes weights, optimizer states and generators of all adapters into `begin_checkpoint(target)`, then calls `publish_checkpoint`."""
+        raise ConfigError(f"{type(self).__name__} does not write training checkpoints; use save(path) for the weights")
+
+    def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        """Reads what `_write_checkpoint` wrote. The optimizers are fresh ones of the checkpoint's configuration."""
+        raise ConfigError(f"{type(self).__name__} does not read training checkpoints; use load(path) for the weights")
+
+    def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        """CheckpointError when the checkpoint is of another model; called before anything is changed."""
 
     # The contract.
 
@@ -285,6 +299,46 @@ class TrainerBase(TrainModel):
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         return self._state(adapter_name).take_metrics()
+
+    def save_checkpoint(self, path: str | os.PathLike[str], *, user_state: Mapping[str, Any] | None = None, background: bool = False) -> None:
+        for state in self._states.values():
+            if state.gradients not in (Gradients.NONE, Gradients.USED):
+                raise CallOrderError("save_checkpoint between accumulated gradients and their step: call step() (or zero_grad()) first")
+        adapters = {
+            name: AdapterProgress(optimizer=state.optimizer, schedule=state.schedule, step=state.step) for name, state in self._states.items()
+        }
+        info = CheckpointInfo(step=self._states[""].step, adapters=adapters, user_state=dict(user_state or {}), engine=self._checkpoint_entries())
+        info.to_json()  # what cannot be written is an error before anything is
+        self._write_checkpoint(Path(os.path.abspath(path)), info, background=background)
+
+    def wait_for_checkpoint(self) -> None:
+        pass  # an engine that writes in the background overrides it
+
+    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        folder = Path(os.path.abspath(path))
+        info = read_checkpoint(folder)
+        if unknown := sorted(set(info.adapters) - set(self._states)):
+            raise CheckpointError(f"{folder} has adapters {unknown}, this trainer has {sorted(self._states)}: add them first")
+        self._check_checkpoint(folder, info)
+        for name, progress in info.adapters.items():
+            state = self._state(name)
+            state.pending = None
+            self._clear(state)
+            # Where the checkpoint has no optimizer, one that was set is kept, without its states.
+            if (config := progress.optimizer or state.optimizer) is not None:
+                self._make_optimizer(name, config)
+                state.set_optimizer(config)
+            if progress.optimizer is not None:
+                state.set_schedule(progress.schedule)
+                state.step = progress.step
+                state.update_learning_rate()
+            state.take_metrics()  # those of the run that is left
+        self._read_checkpoint(folder, info)
+        return dict(info.user_state)
+
+    def _checkpoint_entries(self) -> dict[str, Any]:
+        """The engine's own entries of a checkpoint, in plain JSON."""
+        return {}
 
     def export_gradients(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
         self._make_means(self._state(adapter_name), "export_gradients")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch, InputProcessor
 
+from .._checkpoints import CheckpointInfo, begin_checkpoint, publish_checkpoint
 from .._errors import CallOrderError, ConfigError, InputError
 from .._optimizer import OptimizerConfig, build_torch_optimizer
 from .._totals import ReduceGroups
@@ -128,6 +129,21 @@ class ReferenceTrainer(TrainerBase):
 
         dtype = next(self._model.parameters()).dtype
         self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict())
+
+    def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
+        # In the background or not: what a small model needs to be written, nobody waits for.
+        folder = begin_checkpoint(target)
+        optimizer = None if self._optimizer is None else self._optimizer.state_dict()
+        torch.save({"model": self._model.state_dict(), "optimizer": optimizer, "generator": torch.get_rng_state()}, folder / "state.pt")
+        publish_checkpoint(target, info.to_json())
+
+    def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        state = torch.load(path / "state.pt", map_location=self._device, weights_only=True)
+        self._model.load_state_dict(state["model"])
+        if state["optimizer"] is not None:
+            assert self._optimizer is not None, "resume_from_checkpoint made it"
+            self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["generator"].cpu())
 
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, "model": str(self._folder), "device": str(self._device)}

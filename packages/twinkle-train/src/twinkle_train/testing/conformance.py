@@ -38,6 +38,7 @@ __all__ = [
     "check_loss_and_gradients",
     "check_metrics",
     "check_micro_batching",
+    "check_resume",
     "check_save",
     "check_sgd_step",
     "check_three_calls_equal_forward_backward",
@@ -348,6 +349,46 @@ def check_save(trainer: TrainModel, path: str | os.PathLike[str], *, main: bool 
         compare_tensors("weights after save and load", again, weights, rtol=0, atol=0)
 
 
+def check_resume(trainer: TrainModel, path: str | os.PathLike[str], rows: Rows, *, share: slice = ALL, main: bool = True) -> None:
+    """Steps after resume_from_checkpoint are bit for bit those that followed save_checkpoint, whatever was trained in between.
+
+    path: a folder that does not exist, the same on all ranks.
+    """
+    _set_up(trainer)
+    trainer.set_optimizer("adamw", lr=0.01, weight_decay=0.1)
+    trainer.set_lr_scheduler("linear", warmup_steps=3, total_steps=20)
+    start, later = os.path.join(path, "start"), os.path.join(path, "later")
+    trainer.save_checkpoint(start)
+    position = {"epoch": 1, "rows": [3, 4], "version": 7}
+
+    def step() -> tuple[float | None, float, float]:
+        loss = collected(trainer.forward_backward(rows[share], 2)).loss
+        norm = trainer.clip_grad_and_step(0.5)
+        return loss, norm, trainer.calculate_metric()["lr"]
+
+    step()
+    trainer.save_checkpoint(later, user_state=position, background=True)
+    want = [step() for _ in range(3)]
+    weights = trainer.export_weights()
+    trainer.wait_for_checkpoint()
+    trainer.set_optimizer("sgd", lr=1.0)
+    without = [step() for _ in range(3)]
+    if without == want:
+        raise AssertionError("another optimizer from other weights made the same steps: these rows prove nothing")
+    trainer.forward_backward(rows[share])  # gradients that are left behind
+    if (have := trainer.resume_from_checkpoint(later)) != position:
+        raise AssertionError(f"resume_from_checkpoint returned {have}, the checkpoint was saved with {position}")
+    have = [step() for _ in range(3)]
+    if have != want:
+        raise AssertionError(f"(loss, gradient norm, learning rate) of the steps after resuming: {have}; of those after saving: {want}")
+    again = trainer.export_weights()
+    if main:
+        compare_tensors("weights after resuming and as many steps", again, weights, rtol=0, atol=0)
+    if trainer.resume_from_checkpoint(start):
+        raise AssertionError("a checkpoint without user_state gave some")
+    _clear(trainer)
+
+
 def run_all(
     trainer: TrainModel,
     reference: TrainModel,
@@ -388,6 +429,7 @@ def run_all(
     check_sgd_step(trainer, reference, rows, share=share, main=main, tolerance=tolerance)
     check_sgd_step(trainer, reference, warm, share=share, main=main, momentum=0.9, steps=3, max_grad_norm=1.0, tolerance=tolerance)
     check_save(trainer, path, main=main)
+    check_resume(trainer, f"{os.fspath(path)}-training", rows, share=share, main=main)
     check_learning_rate(trainer, rows, share=share, main=main, tolerance=tolerance)
 
 
