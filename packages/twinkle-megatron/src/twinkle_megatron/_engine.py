@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from numpy.typing import NDArray
 
 from twinkle_data import Batch
@@ -17,10 +18,12 @@ from twinkle_train import CallOrderError, ComputeLoss, ConfigError, LossOutput, 
 
 from . import _moe, _parallel, _replay
 from ._bridge import Bridge, make_bridge
+from ._errors import CheckpointError
 from ._gradients import Gradients
 from ._logprobs import gather_context, vocab_parallel_logprobs
 from ._optimizer import Optimizer
 from ._options import base_options, checked_options
+from ._pieces import Piece, state_pieces, weight_pieces
 from ._schedule import packed_parameters, run_schedule
 from ._views import Columns, View, ViewShape, common_shape, make_view, view_shape, with_fillers
 
@@ -349,6 +352,53 @@ class Engine:
         """Whole gradients under their Hugging Face names. Collective: all ranks iterate to the end."""
         self._trained.make_whole()
         return self._bridge.export_gradients(self._bare)
+
+    # Training checkpoints.
+
+    def checkpoint_pieces(self, optimizer_steps: int) -> list[Piece]:
+        """Rectangles of whole weights, routers' biases and, after the first step, optimizer states that this rank has; views, not copies.
+
+        Raises:
+            CheckpointError: a bridge of one's own that does not say where weights lie.
+        """
+        placements: Any = getattr(self._bridge, "placements", None)
+        if placements is None:
+            raise CheckpointError(
+                f"{type(self._bridge).__name__} has no method placements(chunks), which training checkpoints need: derive it from "
+                "twinkle_megatron.bridges.MBridge, or use save(path) for the weights alone."
+            )
+        self._settle()
+        pieces: list[Piece] = []
+        for placement in placements(self._bare):
+            pieces += weight_pieces(placement)
+            if self._optimizer is not None and optimizer_steps:
+                for name, flat, start in self._optimizer.states(placement.tensor):
+                    pieces += state_pieces(placement, f"optimizer.state.{name}", flat, start)
+        return pieces
+
+    def make_optimizer_states(self, optimizer_steps: int) -> None:
+        """Makes the states that the optimizer has after so many steps, for `checkpoint_pieces` to name and a checkpoint to fill."""
+        if self._optimizer is not None and optimizer_steps:
+            self._optimizer.make_states(optimizer_steps)
+
+    def parameters_loaded(self) -> None:
+        """Called when the pieces were filled."""
+        if self._gradients is not None:
+            self._gradients.parameters_changed()
+
+    def generator_states(self) -> dict[str, Any]:
+        """Of torch's generators and of dropout's, which differ from rank to rank."""
+        tracker: Any = get_cuda_rng_tracker()
+        states = {"cpu": torch.get_rng_state(), "model_parallel": dict(tracker.get_states())}
+        return states if self.device.type == "cpu" else states | {"cuda": torch.cuda.get_rng_state(self.device)}
+
+    def set_generator_states(self, states: Mapping[str, Any]) -> None:
+        """As :meth:`generator_states` gave them on this rank of the same layout."""
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+        tracker: Any = get_cuda_rng_tracker()
+        tracker.set_states(dict(states["model_parallel"]))
 
     def _settle(self) -> None:
         if self._gradients is not None:

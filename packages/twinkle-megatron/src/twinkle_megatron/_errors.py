@@ -8,11 +8,13 @@
       LayoutError(ValueError)              the mesh does not divide the model, or cannot be used here
       ModelNotFoundError(FileNotFoundError)  model_id is not a folder with a Hugging Face model
       UnsupportedModelError(ValueError)    the architecture, or an option of it, is not supported
-      CheckpointError(OSError)             a checkpoint is incomplete or could not be written
+      CheckpointError(OSError)             a checkpoint is incomplete, does not fit, or could not be written (also a twinkle_train.CheckpointError)
 
 What the trainer contract asks for (wrong options, calls out of order, inputs that lack a field) is raised as twinkle_train's errors.
 Each takes its message as its one argument, so it crosses process boundaries.
 """
+
+import twinkle_train
 
 
 class MegatronError(Exception):
@@ -39,5 +41,5 @@ class UnsupportedModelError(MegatronError, ValueError):
     """The model's architecture, or an option in its config.json, is not supported."""
 
 
-class CheckpointError(MegatronError, OSError):
+class CheckpointError(MegatronError, twinkle_train.CheckpointError):
     """A checkpoint is incomplete, does not fit the model, or could not be written."""

@@ -19,7 +19,7 @@ from mbridge.models.qwen3moe import Qwen3MoEBridge
 
 from ._families import FAMILIES, rope_arguments
 from ._moe import use_router
-from ._weights import WeightMap
+from ._weights import Placement, WeightMap
 
 _BASES: dict[str, Any] = {
     "llama": LLaMABridge,
@@ -88,6 +88,10 @@ class MBridge:
     def export_gradients(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         """Every gradient, whole, once, as in :meth:`export_weights`."""
         return self._weights().export([unwrap_model(chunk) for chunk in chunks], gradients=True)
+
+    def placements(self, chunks: list[torch.nn.Module]) -> Iterator[Placement]:
+        """Where each of this rank's tensors lies in the whole model; for training checkpoints."""
+        return self._weights().placements([unwrap_model(chunk) for chunk in chunks])
 
     def _weights(self) -> WeightMap:
         assert self._map is not None, "build() comes first"

@@ -1,11 +1,12 @@
 """megatron-core's optimizers. Imported only once the platform is chosen."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from twinkle_train import OptimizerConfig
 
@@ -22,6 +23,7 @@ class Optimizer:
     def __init__(self, chunks: Sequence[torch.nn.Module], config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool) -> None:
         self._chunks: Any = list(chunks)
         self._config = config
+        self._has_main_copies = dtype is not torch.float32
         self._optimizer: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="sgd" if config.name == "sgd" else "adam",
@@ -56,6 +58,51 @@ class Optimizer:
         self._optimizer.step_with_ready_grads()
         # In float32 parameter.grad is main_grad itself, which the next backward must find detached.
         self._optimizer.zero_grad()
+
+    def states(self, parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """The float32 tensors that the optimizer keeps for a parameter on this rank: name, flattened stretch, and where the stretch begins in it.
+
+        Names: 'exp_avg' and 'exp_avg_sq' of Adam, 'momentum_buffer' of SGD, and 'fp32_param', the main copy of a parameter in another format. None
+        before the first step (or :meth:`make_states`), and none for a parameter that other data ranks have.
+        """
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                if parameter not in part.model_param_group_index_map:
+                    continue
+                group, order = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][order]
+                start = part._get_model_param_range_map(parameter)["param"].start  # pyright: ignore[reportPrivateUsage]
+            else:
+                main, start = getattr(parameter, "main_param", parameter), 0
+            if main not in part.optimizer.state:
+                continue
+            if self._has_main_copies:
+                yield "fp32_param", main.detach().view(-1), start
+            for name, value in part.optimizer.state[main].items():
+                if torch.is_tensor(value) and value.numel() == main.numel() and name != "step":
+                    yield name, value.view(-1), start
+
+    def make_states(self, num_steps: int) -> None:
+        """States as after that many steps, with all moments zero: to be filled."""
+        rates = [group["lr"] for group in self._groups()]
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                # A step of learning rate 0 with zero gradients changes no parameter, and makes the states, whatever they are.
+                group["lr"] = 0.0
+                for main in group["params"]:
+                    if main.numel():
+                        main.grad = torch.zeros_like(main)
+            part.optimizer.step()
+            part.optimizer.zero_grad()
+            for group in part.optimizer.param_groups:
+                if "step" in group:
+                    group["step"] = num_steps
+                for main in group["params"]:
+                    state = part.optimizer.state.get(main, {})
+                    if "step" in state:
+                        state["step"] = torch.full_like(state["step"], num_steps) if torch.is_tensor(state["step"]) else num_steps
+        for group, rate in zip(self._groups(), rates, strict=True):
+            group["lr"] = rate
 
     def reload_parameters(self) -> None:
         """Copies parameters that changed outside, by loading, into the float32 main copies."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
 from twinkle_train import (
+    CheckpointInfo,
     ComputeLoss,
     ConfigError,
     InputError,
@@ -33,8 +34,9 @@ from twinkle_train import (
 from . import cpu
 from ._bridge import check_same_model, find_checkpoint, read_config
 from ._checkpoint import save_checkpoint
-from ._errors import LayoutError, PlatformError
+from ._errors import CheckpointError, LayoutError, PlatformError
 from ._layout import check_divides, check_mesh
+from ._training_checkpoint import CheckpointWriter, generators_path, read_checkpoint_pieces
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -101,6 +103,7 @@ class MegatronTrainer(TrainerBase):
             seed=seed,
             timeout_s=timeout_s,
         )
+        self._checkpoints = CheckpointWriter(timeout_s)
         self._replays = False
         self._rows: list[Row] = []
         self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
@@ -156,6 +159,7 @@ class MegatronTrainer(TrainerBase):
 
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         del adapter_name
+        self._checkpoints.check(self._engine.device)
         self._engine.step(learning_rate)
 
     def _zero_gradients(self, adapter_name: str) -> None:
@@ -193,6 +197,46 @@ class MegatronTrainer(TrainerBase):
         batches = [self._processor(rows) for rows in parts]
         self._rows_of.update(zip(batches, parts, strict=True))
         return batches
+
+    # Training checkpoints.
+
+    def _checkpoint_entries(self) -> dict[str, Any]:
+        return {
+            "trainer": "MegatronModel",
+            "model_type": self._hf_config.model_type,
+            "mixed_precision": self._settings["mixed_precision"],
+            "mesh": dataclasses.asdict(self._mesh),
+        }
+
+    def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
+        pieces = self._engine.checkpoint_pieces(info.step)
+        self._checkpoints.save(target, info, pieces, self._engine.generator_states(), background=background)
+
+    def wait_for_checkpoint(self) -> None:
+        self._checkpoints.wait()
+
+    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        self._checkpoints.wait()
+        return super().resume_from_checkpoint(path)
+
+    def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        entries = self._checkpoint_entries()
+        for name in ("trainer", "model_type", "mixed_precision"):
+            if info.engine.get(name) != entries[name]:
+                raise CheckpointError(
+                    f"{path} was written with {name}={info.engine.get(name)!r}, this model has {entries[name]!r}: build it alike, or carry only the "
+                    "weights over with save(path) and load(path)."
+                )
+
+    def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        self._engine.make_optimizer_states(info.step)
+        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(info.step))
+        self._engine.parameters_loaded()
+        if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
+            states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
+            self._engine.set_generator_states(states)
+        else:
+            logger.info("%s was written by another layout: dropout's generators start anew", path)
 
     # What the contract leaves to a trainer.
 
@@ -247,8 +291,15 @@ class MegatronTrainer(TrainerBase):
         return _on_rank_zero(self._engine.export_weights())
 
     def close(self) -> None:
-        """Frees this process for a model with another layout. The model must not be used afterwards."""
-        self._engine.close()
+        """Frees this process for a model with another layout. The model must not be used afterwards.
+
+        Raises:
+            CheckpointError: a checkpoint that was still written in the background failed.
+        """
+        try:
+            self._checkpoints.close()
+        finally:
+            self._engine.close()
 
 
 def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ._errors import CheckpointError
 
 _EXPERTS = ".mlp.experts.linear_fc"
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,21 @@ class _Entry:
     dtype: torch.dtype
     split_axis: int | None
     is_buffer: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where this rank's part of one weight lies in the whole one.
+
+    key: the name of the whole weight, the same in every layout. shape: the whole's. tensor: this rank's part. parts: stretches of the part's first
+    axis, each (first row, number of rows, offset of that row and of column 0 in the whole); the part's other rows are padding.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    parts: tuple[tuple[int, int, tuple[int, ...]], ...]
+    is_copy: bool = False
 
 
 class WeightMap:
@@ -100,6 +116,39 @@ class WeightMap:
         if _is_gate_and_up(entry.name):
             return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
         return whole.chunk(size, entry.split_axis)[rank]
+
+    # Where everything lies.
+
+    def placements(self, chunks: Sequence[Any]) -> Iterator[Placement]:
+        """Where each of this rank's tensors (its parameters as they are, and the routers' biases) lies in the whole model."""
+        states = [_state(chunk) for chunk in chunks]
+        for entry in self._plan:
+            if entry.stage == self._mpu.pp_rank:
+                yield self._placement(entry, states[entry.chunk][entry.local_name])
+
+    def _placement(self, entry: _Entry, tensor: torch.Tensor) -> Placement:
+        is_expert = _EXPERTS in entry.name
+        size, rank = (self._mpu.etp_size, self._mpu.etp_rank) if is_expert else (self._mpu.tp_size, self._mpu.tp_rank)
+        if entry.split_axis is None:
+            size, rank = 1, 0
+        rows, others = entry.shape[0], entry.shape[1:]
+        key = self._on_this_rank(entry)
+        if entry.split_axis == 1:
+            whole = (rows, others[0] * size, *others[1:])
+            return Placement(key=key, shape=whole, tensor=tensor, parts=((0, rows, (0, others[0] * rank, *(0 for _ in others[1:]))),))
+        origin = tuple(0 for _ in others)
+        if _is_gate_and_up(entry.name):
+            half = rows // 2
+            parts = ((0, half, (rank * half, *origin)), (half, half, ((size + rank) * half, *origin)))
+            return Placement(key=key, shape=(rows * size, *others), tensor=tensor, parts=parts)
+        total = rows * size
+        is_copy = key == _HEAD and self._names.hf_config.tie_word_embeddings
+        if key in (_EMBEDDING, _HEAD):
+            # The padding of the vocabulary, which depends on the layout, is nobody's.
+            total = self._names.hf_config.vocab_size
+        begin = rank * rows
+        parts = ((0, max(0, min(rows, total - begin)), (begin, *origin)),)
+        return Placement(key=_EMBEDDING if is_copy else key, shape=(total, *others), tensor=tensor, parts=parts, is_copy=is_copy)
 
     # Out of the model.
 
