@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from twinkle_train import (
     CallOrderError,
     CheckpointError,
@@ -113,7 +114,7 @@ def test_a_user_state_that_would_come_back_as_something_else_is_refused(trained,
 def test_a_folder_that_is_no_checkpoint_is_an_error_that_names_one(trained, tmp_path):
     trained.save_checkpoint(tmp_path / "run" / "one")
     for wrong in (tmp_path / "run", tmp_path / "run" / "two"):
-        with pytest.raises(CheckpointError, match="did you mean .*one"):
+        with pytest.raises(CheckpointError, match=r"did you mean .*one"):
             trained.resume_from_checkpoint(wrong)
     with pytest.raises(CheckpointError, match="no whole training checkpoint"):
         trained.resume_from_checkpoint(tmp_path / "elsewhere" / "x")

@@ -17,6 +17,13 @@ def test_linear_schedule_falls_to_its_floor_and_stays():
     assert [schedule.factor(step) for step in range(9)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
+def test_wsd_schedule_is_stable_until_its_last_steps():
+    schedule = LRSchedule("wsd", warmup_steps=2, total_steps=10, min_lr_ratio=0.2, decay_steps=4)
+    assert [round(schedule.factor(step), 12) for step in range(12)] == [0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert [LRSchedule("wsd", total_steps=30).factor(step) for step in (27, 30)] == [1.0, 0.0]
+    assert LRSchedule("wsd", total_steps=5).factor(4) == 1.0  # a tenth of them, and one at least
+
+
 def test_cosine_schedule():
     schedule = LRSchedule("cosine", warmup_steps=1, total_steps=9, min_lr_ratio=0.1)
     want = [1.0] + [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1, s / 8))) for s in range(12)]
@@ -30,6 +37,8 @@ def test_cosine_schedule():
         ({"name": "cosin"}, "cosine"),
         ({"name": "linear"}, "total_steps"),
         ({"name": "cosine", "total_steps": 3, "warmup_steps": 3}, "exceed"),
+        ({"name": "cosine", "total_steps": 3, "decay_steps": 1}, "only 'wsd'"),
+        ({"name": "wsd", "total_steps": 9, "warmup_steps": 3, "decay_steps": 7}, r"\[1, 6\]"),
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
     ],

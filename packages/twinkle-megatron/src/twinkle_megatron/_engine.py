@@ -307,8 +307,11 @@ class Engine:
         """Replaces the optimizer by a fresh one.
 
         Raises:
-            ConfigError: SGD with sharded states, which megatron-core does not have.
+            ConfigError: SGD or Muon with sharded states, which megatron-core does not have.
+            ImportError: Muon without the package emerging-optimizers.
         """
+        if self._distributed_optimizer and config.name == "muon":
+            raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'muon'")
         if self._distributed_optimizer and config.name == "sgd":
             raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'sgd', which has no states to shard")
         self._trained.settle_parameters()

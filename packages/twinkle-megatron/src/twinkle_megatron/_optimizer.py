@@ -7,6 +7,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.muon import HAVE_EMERGING_OPTIMIZERS, get_megatron_muon_optimizer
 
 from twinkle_train import OptimizerConfig
 
@@ -18,29 +19,37 @@ class Optimizer:
         chunks: the wrapped chunks. Whether optimizer states are sharded over data ranks follows from their configuration.
         config: which optimizer.
         dtype: of the parameters; other than float32 they get float32 main copies.
+
+    Raises:
+        ImportError: Muon without the package emerging-optimizers.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool) -> None:
+        if config.name == "muon" and not HAVE_EMERGING_OPTIMIZERS:
+            raise ImportError(
+                "megatron-core's Muon needs the package emerging-optimizers, which is not installed: install it from NVIDIA's repository "
+                "Emerging-Optimizers, or use set_optimizer('adamw')",
+                name="emerging_optimizers",
+            )
         self._chunks: Any = list(chunks)
         self._config = config
         self._has_main_copies = dtype is not torch.float32
-        self._optimizer: Any = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="sgd" if config.name == "sgd" else "adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                sgd_momentum=config.momentum,
-                clip_grad=0.0,
-                use_distributed_optimizer=distributed,
-                bf16=dtype is torch.bfloat16,
-                params_dtype=dtype,
-            ),
-            self._chunks,
-            use_gloo_process_groups=False,
+        options = MegatronOptimizerConfig(
+            optimizer="sgd" if config.name == "sgd" else "adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            sgd_momentum=config.momentum,
+            muon_momentum=config.momentum,
+            clip_grad=0.0,
+            use_distributed_optimizer=distributed,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
         )
+        make = get_megatron_muon_optimizer if config.name == "muon" else get_megatron_optimizer
+        self._optimizer: Any = make(options, self._chunks, use_gloo_process_groups=False)
         for group in self._groups():
             # megatron-core leaves wd_mult (0 for biases and norms) to its own scheduler, which is not used here.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]

@@ -116,7 +116,9 @@ def read_pieces(folder: Path, pieces: Sequence[Piece]) -> None:
         if entry is None:
             raise CheckpointError(f"{folder} has no tensor {box.key}, which this model needs: it is a checkpoint of another model.")
         if tuple(entry.size) != box.shape:
-            raise CheckpointError(f"{folder}: {box.key} is {tuple(entry.size)}, and this model's is {box.shape}: it is a checkpoint of another model.")
+            raise CheckpointError(
+                f"{folder}: {box.key} is {tuple(entry.size)}, and this model's is {box.shape}: it is a checkpoint of another model."
+            )
         found = create_read_items_for_chunk_list(box.key, entry, [box.chunk()])
         if sum(item.lengths.numel() for item in found) < piece.tensor.numel():
             raise CheckpointError(f"{folder} has only a part of the tensor {box.key}: files of it are missing.")

@@ -142,6 +142,7 @@ class TrainModel(ABC):
         warmup_steps: int = 0,
         total_steps: int | None = None,
         min_lr_ratio: float = 0.0,
+        decay_steps: int | None = None,
         adapter_name: str = "",
     ) -> None:
         """The learning-rate schedule (see `LRSchedule`), counted in optimizer steps. Raises CallOrderError before set_optimizer."""
@@ -177,8 +178,8 @@ class TrainModel(ABC):
         """Writes all that training goes on from: weights, optimizer states, schedule, counters and generators; see `resume_from_checkpoint`.
 
         The folder appears whole or not at all, and replaces one that is there only then: a process that dies in the middle leaves the checkpoints
-        before as they were (`list_checkpoints`). Losses, processors and metrics that were not taken yet are not part of it. All ranks call it, between
-        steps.
+        before as they were (`list_checkpoints`). Losses, processors and metrics that were not taken yet are not part of it. All ranks call it,
+        between steps.
 
         path: the checkpoint's own folder, which all ranks name alike and share. user_state: plain JSON that resume_from_checkpoint gives back (a
         loader's position, a weight version). background: return as soon as the state is copied, and write while training goes on; a failure is

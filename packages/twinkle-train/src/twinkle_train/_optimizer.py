@@ -10,16 +10,17 @@ from torch import nn
 
 from ._errors import ConfigError
 
-_NAMES = ("adamw", "adam", "sgd")
+_NAMES = ("adamw", "adam", "sgd", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """An optimizer that every engine has.
+    """An optimizer, checked.
 
-    name: 'adamw' (decoupled weight decay, arXiv:1711.05101), 'adam' (the same without weight decay) or 'sgd'; in any case.
+    name: 'adamw' (decoupled weight decay, arXiv:1711.05101), 'adam' (the same without weight decay), 'sgd', or, where the engine has it, 'muon'
+    (arXiv:2502.16982; embeddings, head, norms and biases take AdamW steps); in any case.
     lr: base learning rate. betas, eps: of Adam. weight_decay: not applied to parameters with fewer than two axes (norms, biases).
-    momentum: of SGD.
+    momentum: of SGD and Muon.
 
     Raises ConfigError for an unknown name, for numbers out of range, and for options that the optimizer would ignore.
     """
@@ -48,15 +49,17 @@ class OptimizerConfig:
             raise ConfigError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.name == "adam" and self.weight_decay:
             raise ConfigError("optimizer 'adam' has no weight decay here; use 'adamw'")
-        if self.name != "sgd" and self.momentum:
+        if self.name not in ("sgd", "muon") and self.momentum:
             raise ConfigError(f"optimizer {self.name!r} has no momentum; use betas")
 
 
 def build_torch_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """torch's optimizer of that configuration over the parameters that require a gradient.
 
-    Raises ConfigError when none does.
+    Raises ConfigError when none does, and for Muon.
     """
+    if config.name == "muon":
+        raise ConfigError("this trainer has no optimizer 'muon'; use 'adamw', 'adam' or 'sgd'")
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")

@@ -279,10 +279,11 @@ class TrainerBase(TrainModel):
         warmup_steps: int = 0,
         total_steps: int | None = None,
         min_lr_ratio: float = 0.0,
+        decay_steps: int | None = None,
         adapter_name: str = "",
     ) -> None:
         # LRSchedule checks the name.
-        schedule = LRSchedule(cast(ScheduleName, name), warmup_steps, total_steps, min_lr_ratio)
+        schedule = LRSchedule(cast(ScheduleName, name), warmup_steps, total_steps, min_lr_ratio, decay_steps)
         self._state(adapter_name).set_schedule(schedule)
 
     def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
