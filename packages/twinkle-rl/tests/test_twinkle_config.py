@@ -138,3 +138,23 @@ def test_a_resolved_configuration_can_be_read_back_as_a_file(tmp_path):
 
 def _toml(value):
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def test_a_resumed_run_has_its_own_settings_and_only_what_changes_no_number_may_change(tmp_path, monkeypatch):
+    first = GRPOConfig.load(["--preset", "smollm2", "--lr", "0.5", "--steps", "7", "--task.terms", "3", "--run-dir", str(tmp_path)])
+    (tmp_path / "config.json").write_text(first.model_dump_json())
+    again = GRPOConfig.load(["--resume", str(tmp_path), "--steps", "9", "--actor.tp", "2", "--checkpoint-keep", "5"])
+    changed = {"resume": tmp_path, "steps": 9, "checkpoint_keep": 5, "actor": first.actor.model_copy(update={"tp": 2})}
+    assert again == first.model_copy(update=changed)
+    for words, message in (
+        (["--lr", "0.25"], r"lr \(0.5, now 0.25\)"),
+        (["--preset", "tiny"], r"preset \('smollm2', now 'tiny'\)"),
+        (["--run-dir", "elsewhere"], "leave --run-dir out"),
+        (["--replay", "elsewhere"], "leave one of them out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GRPOConfig.load(["--resume", str(tmp_path), *words])
+    monkeypatch.setenv("TWINKLE_RESUME", str(tmp_path))
+    assert GRPOConfig.load([]) == first.model_copy(update={"resume": tmp_path})
+    with pytest.raises(ConfigError, match=r"no config\.json of a run"):
+        GRPOConfig.load(["--resume", str(tmp_path / "absent")])

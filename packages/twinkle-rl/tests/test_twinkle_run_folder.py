@@ -114,6 +114,21 @@ def test_json_is_written_whole_and_lines_are_appended(tmp_path):
     assert sorted(path.name for path in folder.path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
 
+def test_a_reopened_folder_drops_what_comes_after_a_step_and_a_line_that_was_cut_off(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for step in (0, 1, 2, 3):
+        folder.append_line("metrics.jsonl", {"step": step})
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    again = RunFolder.reopen(tmp_path / "run")
+    assert again.cut_lines("metrics.jsonl", 2) == [{"step": 0}, {"step": 1}, {"step": 2}]
+    again.append_line("metrics.jsonl", {"step": 3})
+    assert again.cut_lines("metrics.jsonl", 9)[-1] == {"step": 3}
+    assert again.cut_lines("rollouts.jsonl", 9) == []
+    with pytest.raises(RunFolderError, match="is not there"):
+        RunFolder.reopen(tmp_path / "absent")
+
+
 MEASURES_ITS_CHILD = """
 import subprocess, sys
 from twinkle.run import PeakMemory

@@ -63,6 +63,14 @@ def _local():
         yield
 
 
+def test_a_resumed_run_counts_versions_on():
+    manager = CheckpointEngineManager(model=Trainer(), sampler=Sampler(), first_version=8)
+    assert manager.version == 0
+    assert [manager.sync_weights().version for _ in range(2)] == [8, 9]
+    with pytest.raises(ChannelMisuse, match="first_version is 0"):
+        CheckpointEngineManager(model=Trainer(), sampler=Sampler(), first_version=0)
+
+
 def test_weights_arrive_and_versions_count_up():
     trainer, sampler = Trainer(), Sampler()
     assert isinstance(trainer, WeightSource)

@@ -37,6 +37,7 @@ class CheckpointEngineManager:
         timeout_s: for one synchronisation. Nothing waits longer.
         verify: compute and compare checksums of all bytes (about 0.3 s for each GiB). Names, order, counts and versions are always compared.
         transport: `memory`, `gloo`, or another name that `make_transport` knows. By default `memory` when both live in one process, else `gloo`.
+        first_version: of the first synchronisation. A run that is resumed counts on from where it was: the saved `version` + 1.
 
     The connection is made by the first `sync_weights` and used again by the later ones; after a failure the next one makes a new one.
     """
@@ -50,6 +51,7 @@ class CheckpointEngineManager:
         timeout_s: float = 300.0,
         verify: bool = True,
         transport: str | None = None,
+        first_version: int = 1,
     ) -> None:
         for argument, value, methods in (
             ("model", model, ("send_weights", "open_weight_channel")),
@@ -60,11 +62,13 @@ class CheckpointEngineManager:
                 raise ChannelMisuse(f"{argument}={type(value).__name__} cannot take part in a weight transfer: its class must inherit {mixin}")
         if timeout_s <= 0:
             raise ChannelMisuse(f"timeout_s is {timeout_s}; it must be positive")
+        if first_version < 1:
+            raise ChannelMisuse(f"first_version is {first_version}; versions begin at 1 (0 is what a sampler has before the first)")
         self._model, self._sampler = model, sampler
         self._bucket_size_bytes, self._timeout_s, self._verify = bucket_size_bytes, timeout_s, verify
         self._transport = transport
         self._channel: _Channel | None = None
-        self._attempts = 0
+        self._attempts = first_version - 1
         self._version = 0
         self._is_stale = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from argparse import ArgumentParser
@@ -63,6 +64,11 @@ class CommandConfig(BaseSettings):
         return {}
 
     @classmethod
+    def may_change_on_resume(cls) -> frozenset[str]:
+        """Settings that may differ from those of the run that `--resume` goes on with. All others decide what it computes."""
+        return frozenset({"resume", "run_dir", "steps", "save_model", "checkpoint_every", "checkpoint_keep", "actor", "runtime"})
+
+    @classmethod
     def settings_customise_sources(
         cls,
         settings_cls: type[BaseSettings],
@@ -88,10 +94,13 @@ class CommandConfig(BaseSettings):
         words = list(argv)
         _refuse_misspelt_variables(cls)
         file_values = _read_toml(_take_option(words, "--config"))
+        run = _peek_option(words, "--resume") or os.environ.get(ENV_PREFIX + "RESUME")
+        recorded = {} if run is None else _recorded(run)
         preset = (
             _peek_option(words, "--preset")
             or os.environ.get(ENV_PREFIX + "PRESET")
             or file_values.get("preset")
+            or recorded.get("preset")
             or cls.model_fields["preset"].default
         )
         if preset not in cls.presets():
@@ -99,7 +108,7 @@ class CommandConfig(BaseSettings):
         chosen = {"preset": preset, **cls.presets()[preset]}
         if _peek_option(words, "--model") or os.environ.get(ENV_PREFIX + "MODEL") or file_values.get("model"):
             chosen |= cls.defaults_for_own_model()
-        loaded = type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "__module__": cls.__module__, "_layers": (file_values, chosen)})
+        loaded = type(cls.__name__, (cls,), {"__doc__": cls.__doc__, "__module__": cls.__module__, "_layers": (file_values, recorded, chosen)})
         parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False, epilog=_EPILOG)
         parser.known = ["--config", *option_names(cls)]
         try:
@@ -107,6 +116,8 @@ class CommandConfig(BaseSettings):
             values = loaded(_cli_settings_source=flags)  # pyright: ignore[reportCallIssue]
         except ValidationError as error:
             raise ConfigError(_readable(error, option_names(cls), file_values)) from None
+        if run is not None:
+            _refuse_changes(values, recorded, cls.may_change_on_resume(), run)
         return cls.model_construct(_fields_set=None, **{name: getattr(values, name) for name in cls.model_fields})
 
 
@@ -172,6 +183,29 @@ def _read_toml(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+
+
+def _recorded(run: str) -> dict[str, Any]:
+    """The configuration of the run in a folder."""
+    path = Path(run).expanduser().absolute()
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--resume {run}: no config.json of a run there ({error}); give the folder of an earlier run") from None
+    return {name: value for name, value in values.items() if name != "resume"} | {"run_dir": str(path)}
+
+
+def _refuse_changes(values: BaseModel, recorded: dict[str, Any], may_change: frozenset[str], run: str) -> None:
+    """What decides the run's numbers stays as it was; a run folder is gone on with in its place."""
+    now = values.model_dump(mode="json")
+    changed = [name for name in now if name not in may_change and name in recorded and now[name] != recorded[name]]
+    if changed:
+        names = ", ".join(f"{name} ({recorded[name]!r}, now {now[name]!r})" for name in changed)
+        raise ConfigError(
+            f"--resume {run}: that run had other settings: {names}. Only {', '.join(sorted(may_change - {'resume', 'run_dir'}))} may change"
+        )
+    if Path(now["run_dir"]).absolute() != Path(recorded["run_dir"]):
+        raise ConfigError(f"--resume {run} goes on in that folder: leave --run-dir out")
 
 
 def _readable(error: ValidationError, options: Sequence[str], file_values: dict[str, Any]) -> str:

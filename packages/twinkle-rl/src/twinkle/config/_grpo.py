@@ -63,6 +63,13 @@ class GRPOConfig(CommandConfig):
     """Train on the rollouts of an earlier run's folder instead of sampling (for comparing layouts)."""
     save_model: bool = True
     """Write the trained model as a Hugging Face checkpoint into the run folder."""
+    resume: Path | None = None
+    """Go on with the run in this folder, from its last training checkpoint, with its settings (--steps, --actor, --runtime and what is written may
+    differ); empty: begin a run."""
+    checkpoint_every: int = Field(default=50, ge=0)
+    """Steps between two training checkpoints, from which `--resume` goes on (0: none). They are written while training goes on."""
+    checkpoint_keep: int = Field(default=2, ge=1)
+    """How many training checkpoints are kept; older ones are deleted."""
     task: TaskConfig = TaskConfig()
     """The problems."""
     actor: ActorConfig = ActorConfig()
@@ -95,12 +102,19 @@ class GRPOConfig(CommandConfig):
         }
 
     @classmethod
+    def may_change_on_resume(cls) -> frozenset[str]:
+        """Also what is measured and recorded, and where samples are made."""
+        return super().may_change_on_resume() | {"eval_every", "eval_samples", "sampler"}
+
+    @classmethod
     def defaults_for_own_model(cls) -> dict[str, Any]:
         """A model of one's own is not warmed up on arithmetic unless that is asked for."""
         return {"warmup": {"enabled": False}}
 
     @model_validator(mode="after")
     def _check(self) -> GRPOConfig:
+        if self.resume is not None and self.replay is not None:
+            raise ValueError("--resume goes on with a run, --replay trains on the record of one: leave one of them out")
         if self.runtime.mode == "local" and (self.actor.world_size > 1 or self.sampler.dp > 1):
             raise ValueError(
                 f"mode 'local' is one process, but the actor asks for {self.actor.world_size} ranks and the sampler for {self.sampler.dp}; "

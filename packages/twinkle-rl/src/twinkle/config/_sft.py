@@ -41,6 +41,13 @@ class SFTConfig(CommandConfig):
     """Gradients are clipped to this global norm."""
     save_model: bool = True
     """Write the trained model as a Hugging Face checkpoint into the run folder."""
+    resume: Path | None = None
+    """Go on with the run in this folder, from its last training checkpoint, with its settings (--steps, --actor, --runtime and what is written may
+    differ); empty: begin a run."""
+    checkpoint_every: int = Field(default=50, ge=0)
+    """Steps between two training checkpoints, from which `--resume` goes on (0: none). They are written while training goes on."""
+    checkpoint_keep: int = Field(default=2, ge=1)
+    """How many training checkpoints are kept; older ones are deleted."""
     task: TaskConfig = TaskConfig()
     """The problems, where no dataset is given."""
     actor: ActorConfig = ActorConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,9 +82,35 @@ class GRPOLoop:
         self._template, self._task = template, task
         self._held_out = [template.encode(problem, add_generation_prompt=True) for problem in task.held_out]
         self._shuffle = random.Random(config.seed)
-        self._batches = iter(DataLoader(task.training, batch_size=config.prompts_per_step, shuffle=True, seed=config.seed, num_epochs=None))
+        self._loader = DataLoader(task.training, batch_size=config.prompts_per_step, shuffle=True, seed=config.seed, num_epochs=None)
+        self._batches = iter(self._loader)
         self._steps = 0
         set_up_actor(actor, config)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, those before a resumption included."""
+        return self._steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, as plain JSON; the actor's state is not part of it."""
+        version, numbers, gauss = self._shuffle.getstate()
+        return {
+            "steps": self._steps,
+            "loader": self._loader.state_dict(),
+            "shuffle": [version, list(numbers), gauss],
+            "weight_version": self._weights.version,
+            "checks": asdict(self.checks),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called. The manager of the weights must have been made with the state's weight_version + 1."""
+        self._steps = state["steps"]
+        self._loader.load_state_dict(state["loader"])
+        self._batches = iter(self._loader)
+        version, numbers, gauss = state["shuffle"]
+        self._shuffle.setstate((version, tuple(numbers), gauss))
+        self.checks = Checks(**state["checks"])
 
     def step(self, *, sync: bool = True) -> tuple[dict[str, Any], list[InputFeature], list[float]]:
         """One sync, one rollout, one update.
@@ -101,7 +127,12 @@ class GRPOLoop:
         clock.lap("sync_s")
         problems = next(self._batches)
         prompts = [self._template.encode(problem, add_generation_prompt=True) for problem in problems]
-        params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, num_samples=config.num_samples)
+        params = SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            num_samples=config.num_samples,
+            seed=sampling_seed(config.seed, self._steps),
+        )
         responses = list(self._sampler.sample(prompts, params))
         clock.lap("sample_s")
         rewards = self._task.reward(problems, responses)
@@ -136,6 +167,7 @@ class GRPOLoop:
             temperature=config.temperature,
             max_tokens=config.max_tokens,
             num_samples=config.eval_samples,
+            seed=sampling_seed(config.seed, self._steps, evaluation=True),
         )
 
     def _advantages(self, rewards: Sequence[float], responses: Sequence[SampleResponse]) -> NDArray[np.floating]:
@@ -192,6 +224,11 @@ class GRPOLoop:
             row |= {"sampler_logprob_gap": row["logprob_gap"], "sampler_ratio_gap": row["ratio_max_deviation"]}
         checks.logprob_gap = max(checks.logprob_gap, row["sampler_logprob_gap"])
         checks.ratio_gap_sampler = max(checks.ratio_gap_sampler, row["sampler_ratio_gap"])
+
+
+def sampling_seed(seed: int, step: int, *, evaluation: bool = False) -> int:
+    """The seed of a step's samples: they depend on the step, not on what was sampled before, so that a resumed run draws the same."""
+    return int(np.random.SeedSequence([seed, step, int(evaluation)]).generate_state(1)[0])
 
 
 def set_up_actor(actor: MegatronModel, config: GRPOConfig) -> None:

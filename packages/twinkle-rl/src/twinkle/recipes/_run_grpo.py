@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,13 @@ from twinkle.recipes._evaluate import Evaluation
 from twinkle.recipes._grpo import Checks, GRPOLoop, set_up_actor, train_step
 from twinkle.recipes._rollouts import INITIAL_POLICY, ROLLOUTS_FILE, read_rollouts, rollout_record
 from twinkle.recipes._task import Task, make_task
+from twinkle.recipes._training_state import TrainingStates, last_state
 from twinkle.recipes._warmup import WarmupResult, warm_up
 from twinkle.run import PeakMemory, Progress, RunFolder, say, write_curves
 from twinkle_data import Template
 from twinkle_data.toy import toy_tokenizer
 from twinkle_sync import CheckpointEngineManager
+from twinkle_train import read_checkpoint
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
@@ -42,6 +44,23 @@ class _Record:
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
     evaluation_s: float = 0.0
     warmup: WarmupResult | None = None
+    state: Path | None = None
+    """The training checkpoint that the run goes on from."""
+    user_state: dict[str, Any] = field(default_factory=dict)
+
+    def go_on_from(self, state: Path, folder: RunFolder) -> None:
+        """Take over what the run had measured when the checkpoint was written; what it wrote later is dropped."""
+        self.state, self.user_state = state, dict(read_checkpoint(state).user_state)
+        if self.user_state["warmup"] is not None:
+            self.warmup = WarmupResult(**self.user_state["warmup"])
+        folder.cut_lines(ROLLOUTS_FILE, self.user_state["step"])
+        for row in folder.cut_lines(METRICS_FILE, self.user_state["step"]):
+            kind = row.pop("kind")
+            if kind == "step":
+                self.steps.append(row)
+            else:
+                evaluation = Evaluation(sampled=row["sampled"], greedy=row["greedy"], example="")
+                self.evaluations.append((row["step"], evaluation))
 
 
 def run_grpo(config: GRPOConfig, console: Console) -> Path:
@@ -62,11 +81,15 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     if config.model is not None:
         check_trainer(existing_checkpoint(config.model), layout)
     task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
-    folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
+    record = _Record()
+    if config.resume is not None:
+        folder = RunFolder.reopen(config.resume)
+        record.go_on_from(last_state(config.resume), folder)
+    else:
+        folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo")
     folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
     say(console, f"run folder: {folder.path}")
-    record = _Record()
     with running(config.runtime, layout), PeakMemory() as memory, Progress(config.steps, console) as progress:
         model = starting_checkpoint(config, task, folder)
         check_trainer(model, layout)
@@ -81,10 +104,11 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
 def _run(config: GRPOConfig, layout: Layout, model: Path, task: Task, folder: RunFolder, progress: Progress, record: _Record) -> Checks:
     """Components, warm-up, steps and the checkpoint, on a runtime that runs; fills `record`."""
     actor, sampler, reference = build_components(config, layout, model)
-    weights = CheckpointEngineManager(model=actor, sampler=sampler)
+    loop_state = record.user_state.get("loop")
+    weights = CheckpointEngineManager(model=actor, sampler=sampler, first_version=1 + (loop_state["weight_version"] if loop_state else 0))
     template = Template(str(model))
     sampler.set_template(template)
-    if config.warmup.enabled:
+    if loop_state is None and config.warmup.enabled:
         record.warmup = warm_up(
             config.warmup,
             actor=actor,
@@ -100,10 +124,16 @@ def _run(config: GRPOConfig, layout: Layout, model: Path, task: Task, folder: Ru
         model = _keep_initial(actor, folder)
         if reference is not None:
             reference.load(str(model))
-    elif config.record:
+    elif loop_state is None and config.record:
         _keep_initial(actor, folder)
     loop = GRPOLoop(config, actor=actor, sampler=sampler, weights=weights, template=template, task=task, reference=reference)
-    _train(config, loop, folder, progress, record)
+    if loop_state is not None:
+        actor.resume_from_checkpoint(str(record.state))
+        loop.load_state_dict(loop_state)
+        progress.say(f"going on after step {loop.steps}")
+    states = TrainingStates(actor, folder, every=config.checkpoint_every, keep=config.checkpoint_keep, last_step=config.steps)
+    _train(config, loop, folder, progress, record, states)
+    states.finish()
     if config.save_model:
         with folder.writing("checkpoint") as path:
             actor.save(str(path))
@@ -111,9 +141,13 @@ def _run(config: GRPOConfig, layout: Layout, model: Path, task: Task, folder: Ru
 
 
 def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Path:
-    """The checkpoint that the run starts from; the preset's is made inside the run folder."""
+    """The checkpoint that the run starts from (a resumed one: its initial policy); the preset's is made inside the run folder."""
+    if config.resume is not None and (folder.path / INITIAL_POLICY).is_dir():
+        return existing_checkpoint(str(folder.path / INITIAL_POLICY))
     if config.model is not None:
         return existing_checkpoint(config.model)
+    if config.resume is not None:
+        return existing_checkpoint(str(folder.path / "model"))
     with folder.writing("model") as path:
         if config.preset == "smollm2":
             return write_smollm2(path)
@@ -137,9 +171,11 @@ def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
     return path
 
 
-def _train(config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, progress: Progress, record: _Record) -> None:
-    _evaluate(loop, 0, folder, progress, record)
-    for step in range(1, config.steps + 1):
+def _train(config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, progress: Progress, record: _Record, states: TrainingStates) -> None:
+    if not record.evaluations:
+        _evaluate(loop, 0, folder, progress, record)
+    warmup = None if record.warmup is None else asdict(record.warmup)
+    for step in range(loop.steps + 1, config.steps + 1):
         row, features, rewards = loop.step()
         record.steps.append(row)
         folder.append_line(METRICS_FILE, {"kind": "step", **row})
@@ -148,7 +184,8 @@ def _train(config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, progress: Prog
         progress.step(row)
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             _evaluate(loop, step, folder, progress, record)
-    if config.steps:
+        states.after(step, lambda: {"loop": loop.state_dict(), "warmup": warmup})
+    if config.steps and record.evaluations[-1][0] != config.steps:
         _evaluate(loop, config.steps, folder, progress, record)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,10 +14,16 @@ from twinkle.installed import RAY, TRAINER, require_parts
 from twinkle.layout import build_trainer, check_trainer, draw_layout, plan_layout, resolved, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
+from twinkle.recipes._training_state import TrainingStates, last_state
 from twinkle.recipes._warmup import set_up_sft, sft_step
 from twinkle.run import Interruption, PeakMemory, RunFolder, say
 from twinkle_data import DataError, DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
+
+if TYPE_CHECKING:
+    from twinkle_megatron import MegatronModel
+
+METRICS_FILE = "metrics.jsonl"
 
 
 def run_sft(config: SFTConfig, console: Console) -> Path:
@@ -35,7 +41,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     conversations, texts = _conversations(config)
     if len(conversations) < config.batch_size:
         raise ConfigError(f"the data has {len(conversations)} conversations, less than one batch of {config.batch_size}; lower --batch-size")
-    folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft")
+    folder, state = _open(config)
     folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
     say(console, f"run folder: {folder.path}")
@@ -44,17 +50,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     with running(config.runtime, layout), PeakMemory() as memory, Interruption() as interruption:
         template = Template(str(model), max_length=config.max_length)
         actor = build_trainer(model, layout, config.actor, config.seed)
-        set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)
-        losses: list[float] = []
-        loader = DataLoader(conversations, batch_size=config.batch_size, shuffle=True, seed=config.seed, num_epochs=None)
-        for step, batch in zip(range(1, config.steps + 1), loader, strict=False):
-            interruption.check()
-            sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=config.actor.micro_batch_size)
-            row: dict[str, Any] = {"step": step, **dict(actor.calculate_metric())}
-            folder.append_line("metrics.jsonl", {"kind": "step", **row})
-            losses.append(row["loss"])
-            if step == 1 or step % 10 == 0 or step == config.steps:
-                console.print(f"step {step}/{config.steps}  loss {row['loss']:.4f}  gradient norm {row['grad_norm']:.4f}", highlight=False)
+        losses = _train(config, actor, template, conversations, folder, state, console, interruption)
         if config.save_model:
             with folder.writing("checkpoint") as path:
                 actor.save(str(path))
@@ -65,9 +61,53 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     return folder.path
 
 
+def _open(config: SFTConfig) -> tuple[RunFolder, Path | None]:
+    """The run folder, and the training checkpoint to go on from."""
+    if config.resume is not None:
+        return RunFolder.reopen(config.resume), last_state(config.resume)
+    return RunFolder(config.run_dir) if config.run_dir else RunFolder.default("sft"), None
+
+
+def _train(
+    config: SFTConfig,
+    actor: MegatronModel,
+    template: Template,
+    conversations: list[Trajectory],
+    folder: RunFolder,
+    state: Path | None,
+    console: Console,
+    interruption: Interruption,
+) -> list[float]:
+    """All steps, or those that are left; returns the losses of all."""
+    set_up_sft(actor, lr=config.lr, lr_warmup_steps=config.lr_warmup_steps, adam_eps=config.adam_eps)
+    loader = DataLoader(conversations, batch_size=config.batch_size, shuffle=True, seed=config.seed, num_epochs=None)
+    losses: list[float] = []
+    done = 0
+    if state is not None:
+        user_state = actor.resume_from_checkpoint(str(state))
+        done = user_state["step"]
+        loader.load_state_dict(user_state["loader"])
+        losses = [row["loss"] for row in folder.cut_lines(METRICS_FILE, done)]
+        say(console, f"going on after step {done}")
+    states = TrainingStates(actor, folder, every=config.checkpoint_every, keep=config.checkpoint_keep, last_step=config.steps)
+    for step, batch in zip(range(done + 1, config.steps + 1), loader, strict=False):
+        interruption.check()
+        sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=config.actor.micro_batch_size)
+        row: dict[str, Any] = {"step": step, **dict(actor.calculate_metric())}
+        folder.append_line(METRICS_FILE, {"kind": "step", **row})
+        losses.append(row["loss"])
+        if step == 1 or step % 10 == 0 or step == config.steps:
+            console.print(f"step {step}/{config.steps}  loss {row['loss']:.4f}  gradient norm {row['grad_norm']:.4f}", highlight=False)
+        states.after(step, lambda: {"loader": loader.state_dict()})
+    states.finish()
+    return losses
+
+
 def _starting_checkpoint(config: SFTConfig, texts: list[str], folder: RunFolder) -> Path:
     if config.model is not None:
         return existing_checkpoint(config.model)
+    if config.resume is not None:
+        return existing_checkpoint(str(folder.path / "model"))
     with folder.writing("model") as path:
         return write_tiny_qwen3(path, toy_tokenizer(texts), seed=config.seed)
 

@@ -20,7 +20,7 @@ class RunFolder:
     """Creates and writes a run's folder; every failure names the folder and what to do.
 
     Files: `config.json` (the resolved configuration), `metrics.jsonl` (a line a step), `summary.json`, `rollouts.jsonl` when recorded,
-    `curves.png`, `checkpoint/` (the trained model).
+    `curves.png`, `checkpoint/` (the trained model), `training-state/` (what a run is resumed from).
 
     Args:
         path: where to put it; must not hold an earlier run.
@@ -47,6 +47,41 @@ class RunFolder:
             count += 1
             path = base.with_name(f"{base.name}-{count}")
         return cls(path)
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """The folder of an earlier run, to go on in.
+
+        Raises:
+            RunFolderError: it is not there, or cannot be written.
+        """
+        folder = cls.__new__(cls)
+        folder.path = path.expanduser().absolute()
+        if not folder.path.is_dir():
+            raise RunFolderError(f"run folder {folder.path} is not there; give the folder of an earlier run")
+        folder._probe()
+        return folder
+
+    def cut_lines(self, name: str, last_step: int) -> list[dict[str, Any]]:
+        """Drop the lines of a JSON Lines file that belong to later steps, and one that was cut off; returns those that stay."""
+        target = self.path / name
+        if not target.exists():
+            return []
+        kept: list[str] = []
+        values: list[dict[str, Any]] = []
+        for line in target.read_text(encoding="utf-8").splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                break  # the process died while it wrote this line
+            if value["step"] <= last_step:
+                kept.append(line + "\n")
+                values.append(value)
+        partial = target.with_name(f".{name}.partial")
+        with self._explained("write"):
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(target)
+        return values
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Write one JSON file whole or not at all (a temporary name, then a rename)."""
