@@ -1,6 +1,7 @@
 """MegatronModel in one process: errors, precision, checkpoints, determinism."""
 
 import gc
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -282,6 +283,14 @@ def test_recomputing_activations_changes_no_gradient(recompute: Any, checkpoint:
         model.forward_backward(features)
         gradients.append(model.export_gradients())
     assert all(np.array_equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_muon_names_the_package_that_it_needs(checkpoint: Any, build: Any) -> None:
+    assert importlib.util.find_spec("emerging_optimizers") is None, "it is installed here: test the optimizer itself"
+    model = build(checkpoint("qwen3"))
+    with pytest.raises(ImportError, match="emerging-optimizers"):
+        model.set_optimizer("muon", lr=0.01, momentum=0.95)
+    assert model.get_train_configs()["adapters"][""]["optimizer"] is None
 
 
 def test_weight_decay_spares_norms_and_biases(checkpoint: Any, build: Any, features: list[Any]) -> None:

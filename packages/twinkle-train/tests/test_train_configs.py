@@ -68,6 +68,11 @@ def test_optimizer_options_that_would_be_wrong_or_ignored_are_refused(options, m
         OptimizerConfig(**options)
 
 
+def test_muon_is_for_engines_that_have_it():
+    with pytest.raises(ConfigError, match="no optimizer 'muon'"):
+        build_torch_optimizer(OptimizerConfig(name="muon", momentum=0.95), [torch.nn.Parameter(torch.ones(2, 2))])
+
+
 def test_optimizer_names_are_case_insensitive():
     assert OptimizerConfig(name="AdamW") == OptimizerConfig(name="adamw")
 
