@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import read_steps, twinkle
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 SFT = ["--runtime.mode", "local", "--steps", "8", "--checkpoint-every", "3", "--batch-size", "16", "--no-save-model"]
 SFT += ["--task.size", "2000", "--task.held-out", "50"]
@@ -32,7 +32,7 @@ def test_a_grpo_run_goes_on_exactly_in_sampling_training_data_and_versions(recor
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:7]) + lines[7][:40])
     (run / "training-state" / ".unfinished-step-000008").mkdir()
-    done = twinkle("grpo", "--resume", str(run), cwd=tmp_path)
+    done = twinkle("grpo", "--resume", str(run), cwd=tmp_path, timeout_s=500)
     assert done.status == 0, done.output[-6000:]
     assert "going on after step 4" in done.output
     assert "warm-up on worked answers" not in done.output
@@ -49,14 +49,14 @@ def test_a_grpo_run_goes_on_exactly_in_sampling_training_data_and_versions(recor
 
 
 def test_an_sft_run_that_is_killed_goes_on_exactly(tmp_path):
-    whole = twinkle("sft", *SFT, "--run-dir", "whole", cwd=tmp_path)
+    whole = twinkle("sft", *SFT, "--run-dir", "whole", cwd=tmp_path, timeout_s=500)
     assert whole.status == 0, whole.output[-6000:]
     expected = _numbers(tmp_path / "whole")
     assert len({row["loss"] for row in expected}) == 8
 
     process = subprocess.Popen([sys.executable, "-m", "twinkle", "sft", *SFT, "--run-dir", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 400
     try:
         while not metrics.exists() or metrics.read_text().count("\n") < 5:
             assert process.poll() is None
@@ -65,12 +65,12 @@ def test_an_sft_run_that_is_killed_goes_on_exactly(tmp_path):
     finally:
         process.kill()
         process.wait()
-    done = twinkle("sft", "--resume", "killed", cwd=tmp_path)
+    done = twinkle("sft", "--resume", "killed", cwd=tmp_path, timeout_s=500)
     assert done.status == 0, done.output[-6000:]
     assert "going on after step" in done.output
     assert _numbers(tmp_path / "killed") == expected
 
-    longer = twinkle("sft", "--resume", "killed", "--steps", "9", cwd=tmp_path)
+    longer = twinkle("sft", "--resume", "killed", "--steps", "9", cwd=tmp_path, timeout_s=500)
     assert longer.status == 0, longer.output[-6000:]
     assert _numbers(tmp_path / "killed")[:8] == expected
     assert len(_numbers(tmp_path / "killed")) == 9

@@ -13,7 +13,6 @@ from pathlib import Path
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import numpy as np
-import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from twinkle_data import InputFeature
@@ -44,7 +43,7 @@ def _measure(folder: Path, layers: int, repeats: int) -> None:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder / "model")
+    Qwen3ForCausalLM(config).float().save_pretrained(folder / "model")
     model = MegatronModel(folder / "model")
     model.set_loss("cross_entropy")
     model.set_optimizer("adamw", lr=1e-4)

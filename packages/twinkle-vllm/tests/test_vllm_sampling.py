@@ -146,6 +146,20 @@ def test_an_interrupted_call_leaves_nothing_behind(sampler, prompts, monkeypatch
     assert sampler.reset_prefix_cache()
 
 
+def test_samples_follow_from_the_seed_that_was_set(sampler, prompts):
+    def drawn():
+        responses = sampler.sample(prompts, SamplingParams(temperature=1.5, max_tokens=12, num_samples=2))
+        return [sequence.tokens for response in responses for sequence in response.sequences]
+
+    sampler.set_seed(5)
+    first, then = drawn(), drawn()
+    assert first != then
+    sampler.set_seed(6)
+    assert drawn() != first
+    sampler.set_seed(5)
+    assert (drawn(), drawn()) == (first, then)
+
+
 def test_texts_and_trajectories_are_encoded_and_user_data_comes_back(sampler, tokenizer):
     question = Trajectory(messages=[{"role": "user", "content": "What is 1 + 2 ?"}], user_data={"answer": "3"})
     by_text, by_trajectory, by_ids = sampler.sample(

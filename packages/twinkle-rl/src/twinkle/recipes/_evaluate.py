@@ -45,10 +45,9 @@ def evaluate(
     temperature: float,
     max_tokens: int,
     num_samples: int,
-    seed: int | None = None,
 ) -> Evaluation:
-    """Evaluate sampled (num_samples each, at `temperature`, from `seed`) and greedy."""
-    sampled = SamplingParams(max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, logprobs=False, seed=seed)
+    """Evaluate sampled (num_samples each, at `temperature`) and greedy."""
+    sampled = SamplingParams(max_tokens=max_tokens, temperature=temperature, num_samples=num_samples, logprobs=False)
     greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=False)
     share, _ = accuracy(sampler, prompts, problems, reward, sampled)
     greedy_share, responses = accuracy(sampler, prompts, problems, reward, greedy)

@@ -127,12 +127,8 @@ class GRPOLoop:
         clock.lap("sync_s")
         problems = next(self._batches)
         prompts = [self._template.encode(problem, add_generation_prompt=True) for problem in problems]
-        params = SamplingParams(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            num_samples=config.num_samples,
-            seed=sampling_seed(config.seed, self._steps),
-        )
+        params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, num_samples=config.num_samples)
+        self._sampler.set_seed(sampling_seed(config.seed, self._steps))
         responses = list(self._sampler.sample(prompts, params))
         clock.lap("sample_s")
         rewards = self._task.reward(problems, responses)
@@ -159,6 +155,7 @@ class GRPOLoop:
         """Sync, then evaluate on the held-out problems."""
         self._weights.sync_weights()
         config = self.config
+        self._sampler.set_seed(sampling_seed(config.seed, self._steps, evaluation=True))
         return evaluate(
             self._sampler,
             self._held_out,
@@ -167,7 +164,6 @@ class GRPOLoop:
             temperature=config.temperature,
             max_tokens=config.max_tokens,
             num_samples=config.eval_samples,
-            seed=sampling_seed(config.seed, self._steps, evaluation=True),
         )
 
     def _advantages(self, rewards: Sequence[float], responses: Sequence[SampleResponse]) -> NDArray[np.floating]:
