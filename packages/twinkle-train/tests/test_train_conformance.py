@@ -164,7 +164,9 @@ class ForgetsMoments(ReferenceTrainer):
 
     def _read_checkpoint(self, path, info):
         super()._read_checkpoint(path, info)
-        self._make_optimizer("", info.adapters[""].optimizer)
+        optimizer = info.adapters[""].optimizer
+        assert optimizer is not None
+        self._make_optimizer("", optimizer)
 
 
 class ForgetsWeights(ReferenceTrainer):
