@@ -55,6 +55,11 @@ class DataParallel(ReferenceTrainer):
             super().save(path)
         dist.barrier()
 
+    def _write_checkpoint(self, target, info, *, background):
+        if dist.get_rank() == 0:
+            super()._write_checkpoint(target, info, background=background)
+        dist.barrier()
+
 
 def _conform(path, saved, equal_micro_batches):
     trainer = DataParallel(path, equal_micro_batches=equal_micro_batches)
