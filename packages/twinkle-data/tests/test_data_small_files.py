@@ -38,6 +38,7 @@ def write(tmp_path):
         f"\n{ROW}\n\n  \t\r\n\n{ROW}\n\r\n".encode(),  # empty lines
         gzip.compress(f"{ROW}\n{ROW}\n".encode()),  # packed, though not by its name
     ],
+    ids=["bom", "crlf", "empty lines", "gzip"],
 )
 def test_files_that_load_as_they_are(write, content, lazy):
     dataset = Dataset(write(content), lazy=lazy)
