@@ -26,7 +26,8 @@ def main(folder: Path, arguments: list[str]) -> int:
     if arguments and arguments[0] in found:
         # A process of its own: a benchmark that starts workers needs its own file to be the main module. It may import from tools/.
         path = os.pathsep.join(filter(None, (str(folder.parent), os.environ.get("PYTHONPATH"))))
-        os.execve(sys.executable, [sys.executable, str(folder / f"{arguments[0]}.py"), *arguments[1:]], {**os.environ, "PYTHONPATH": path})
+        # -P: a benchmark's name may be that of a library.
+        os.execve(sys.executable, [sys.executable, "-P", str(folder / f"{arguments[0]}.py"), *arguments[1:]], {**os.environ, "PYTHONPATH": path})
     wrong = bool(arguments) and arguments[0] not in ("-h", "--help")
     out = sys.stderr if wrong else sys.stdout
     if wrong:

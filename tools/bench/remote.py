@@ -5,7 +5,6 @@ pairs' ratios. `--only NAME` (calls, batch, chain, nodes, plan, import) runs one
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from paired import pairs
 
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, DeviceMesh
@@ -94,21 +94,6 @@ def rss_bytes() -> float:
     import psutil
 
     return psutil.Process().memory_full_info().uss
-
-
-def pairs(raw: Callable[[], Any], ours: Callable[[], Any], count: int, warm_up: int = 5) -> tuple[float, float, float]:
-    """Median seconds of both and the median ratio; who goes first alternates."""
-    times: list[tuple[float, float]] = []
-    for index in range(count + warm_up):
-        seconds: dict[int, float] = {}
-        for which, call in ((0, raw), (1, ours)) if index % 2 else ((1, ours), (0, raw)):
-            start = time.perf_counter()
-            call()
-            seconds[which] = time.perf_counter() - start
-        if index >= warm_up:  # the first calls open connections
-            times.append((seconds[0], seconds[1]))
-    raw_s, ours_s = (statistics.median(column) for column in zip(*times, strict=True))
-    return raw_s, ours_s, statistics.median(mine / theirs for theirs, mine in times)
 
 
 def show(name: str, measured: tuple[float, float, float], aim: str) -> None:

@@ -156,6 +156,7 @@ class WeightMap:
     def export(self, chunks: Sequence[Any], *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight (or gradient), whole, under its Hugging Face name, once. Collective: all ranks iterate to the end."""
         states = [_state(chunk) for chunk in chunks]
+        scratch = _Scratch()
         done: set[str] = set()
         for entry in self._plan:
             if gradients and entry.is_buffer:
@@ -163,7 +164,7 @@ class WeightMap:
             here: Any = states[entry.chunk][entry.local_name] if entry.stage == self._mpu.pp_rank else None
             if here is not None:
                 here = here.main_grad if gradients else here.detach()
-            for name, whole in self._wholes(entry, here, torch.float32 if gradients else entry.dtype):
+            for name, whole in self._wholes(entry, here, torch.float32 if gradients else entry.dtype, scratch):
                 hf_names, tensors = self._names._weight_to_hf_format(name, whole)
                 for hf_name, tensor in zip(hf_names, tensors, strict=True):
                     # A tied head is on the last stage as well as the first.
@@ -171,21 +172,22 @@ class WeightMap:
                         done.add(hf_name)
                         yield hf_name, tensor
 
-    def _wholes(self, entry: _Entry, here: torch.Tensor | None, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def _wholes(self, entry: _Entry, here: torch.Tensor | None, dtype: torch.dtype, scratch: "_Scratch") -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors that an entry is part of: one, or one an expert-parallel rank."""
         mpu = self._mpu
         if mpu.pp_size > 1:
             if here is None:
-                here = torch.empty(entry.shape, dtype=dtype, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+                here = scratch.take("stage", entry.shape, dtype, device)
             dist.broadcast(here, src=dist.get_global_rank(mpu.pp_group, entry.stage), group=mpu.pp_group)
         assert here is not None
         is_expert = _EXPERTS in entry.name
         if entry.split_axis is not None:
-            here = _merge(entry, _gather(here, mpu.etp_group if is_expert else mpu.tp_group))
+            here = _merge(entry, _gather(here, mpu.etp_group if is_expert else mpu.tp_group, scratch, "parts"), scratch)
         if not is_expert:
             yield entry.name, here
             return
-        for rank, whole in enumerate(_gather(here, mpu.ep_group)):
+        for rank, whole in enumerate(_gather(here, mpu.ep_group, scratch, "experts")):
             yield self._expert_name(entry.name, rank), whole
 
     def _expert_name(self, name: str, ep_rank: int) -> str:
@@ -211,23 +213,46 @@ def _is_gate_and_up(name: str) -> bool:
     return "linear_fc1.weight" in name or "linear_fc1.bias" in name
 
 
-def _gather(part: torch.Tensor, group: Any) -> list[torch.Tensor]:
+class _Scratch:
+    """Memory that one weight after another is put together in: touching new memory for each would take as long as sending it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of any values, until the next one is taken for the same purpose."""
+        size = torch.Size(shape).numel()
+        kept = self._kept.get((purpose, dtype))
+        if kept is None or kept.numel() < size:
+            kept = self._kept[purpose, dtype] = torch.empty(size, dtype=dtype, device=device)
+        return kept[:size].view(shape)
+
+
+def _gather(part: torch.Tensor, group: Any, scratch: _Scratch, purpose: str) -> torch.Tensor:
+    """The ranks' parts along a new first axis."""
     if group.size() == 1:
-        return [part]
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
+        return part[None]
+    parts = scratch.take(purpose, (group.size(), *part.shape), part.dtype, part.device)
+    dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=group)
     return parts
 
 
-def _merge(entry: _Entry, parts: list[torch.Tensor]) -> torch.Tensor:
+def _merge(entry: _Entry, parts: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
+    """The whole of the ranks' parts."""
     if len(parts) == 1:
         return parts[0]
+    size, *shape = parts.shape
     if _is_gate_and_up(entry.name):
         # Each rank has its part of the gate, then its part of the up projection.
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+        ordered = parts.view(size, 2, shape[0] // 2, *shape[1:]).transpose(0, 1)
+        whole = scratch.take("whole", ordered.shape, parts.dtype, parts.device).copy_(ordered)
+        return whole.view(size * shape[0], *shape[1:])
     assert entry.split_axis is not None
-    return torch.cat(parts, entry.split_axis)
+    if entry.split_axis == 0:
+        return parts.view(size * shape[0], *shape[1:])
+    ordered = parts.movedim(0, entry.split_axis)
+    whole = scratch.take("whole", ordered.shape, parts.dtype, parts.device).copy_(ordered)
+    return whole.flatten(entry.split_axis, entry.split_axis + 1)
 
 
 def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
