@@ -100,6 +100,7 @@ def left(session, end):
     return [member for member in session_members(session) if not member[1].startswith(agents)]
 
 
+@pytest.mark.timeout(300)  # the last script starts Ray twice
 @pytest.mark.parametrize(
     ("script", "end", "expected"),
     [

@@ -21,6 +21,7 @@ DEFAULT_OBJECT_STORE_BYTES = 512 << 20
 # Ray 2.60 makes sockets at <folder>/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store; Linux allows 107 bytes.
 _MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _END_TIMEOUT_S = 10.0
+_REMOVE_TIMEOUT_S = 5.0
 _OWNER = "driver"  # in a session folder: the process that it belongs to, and when that started
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -127,10 +128,16 @@ class Cluster:
         ray.shutdown()
         if self.folder is not None:
             _end(owned, end_timeout_s)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if self.folder.exists():  # a process wrote a last line while the folder was removed
-                time.sleep(0.2)
-                shutil.rmtree(self.folder, ignore_errors=True)
+            _remove(self.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a session folder, in which a process that was just started may still write its last lines."""
+    deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+    shutil.rmtree(folder, ignore_errors=True)
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _numbers_of(address: str) -> tuple[tuple[int, str], ...]:
@@ -215,10 +222,13 @@ def _command_line(pid: int) -> bytes:
 def _end(processes: set[tuple[int, str]], timeout_s: float) -> None:
     """Wait until the processes have ended; end those by force that do not."""
     deadline = time.monotonic() + timeout_s
+    killed = False
     while left := {(pid, start) for pid, start in processes if (stat := _stat(pid)) is not None and stat[1] == start}:
         if time.monotonic() > deadline:
+            if killed:
+                return
             for pid, _ in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            return
+            killed, deadline = True, time.monotonic() + _REMOVE_TIMEOUT_S
         time.sleep(0.02)
