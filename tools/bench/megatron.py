@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,14 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from bare_megatron import BareMegatron, Shape
 from paired import pairs
 
 from twinkle_data import InputFeature, PackingDataset
 from twinkle_mesh import DeviceGroup, DeviceMesh
 
 HERE = Path(__file__).resolve()
-VOCAB, HIDDEN, INNER, HEADS, KV_HEADS = 8192, 256, 768, 8, 4
-ROWS, TOKENS, MICRO_BATCHES = 16, 256, 4
+VOCAB, ROWS, TOKENS, MICRO_BATCHES = 8192, 16, 256, 4
 
 
 def main() -> None:
@@ -49,28 +48,24 @@ def main() -> None:
         subprocess.run([sys.executable, "-P", *(own if name in benches else [str(HERE.with_name("megatron_checkpoint.py"))])], check=True)
 
 
-def save_model(folder: Path, **fields: Any) -> str:
-    """A random Llama as a Hugging Face checkpoint."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def save_model(folder: Path, config: Any) -> str:
+    """A random model as a Hugging Face checkpoint."""
+    from transformers import LlamaForCausalLM
 
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }
-    LlamaForCausalLM(LlamaConfig(**(shape | fields))).float().save_pretrained(folder)
+    LlamaForCausalLM(config).float().save_pretrained(folder)
     return str(folder)
+
+
+def shape(num_layers: int) -> Shape:
+    """Of the model that steps are measured with."""
+    return Shape(num_layers=num_layers, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8, num_query_groups=4, vocab_size=VOCAB)
 
 
 # A training step.
 
 
 class BareRank:
-    """One rank of megatron-core's own training loop: GPTModel, DistributedDataParallel, its schedule and its Adam, with data that lies ready."""
+    """One rank of megatron-core's own training loop, as an actor."""
 
     def __init__(self, rank: int, world_size: int, store: str, num_layers: int) -> None:
         import torch
@@ -80,85 +75,18 @@ class BareRank:
 
         cpu.enable()
         from megatron.core import parallel_state
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
         model_parallel_cuda_manual_seed(0)
-        config = TransformerConfig(
-            num_layers=num_layers,
-            hidden_size=HIDDEN,
-            ffn_hidden_size=INNER,
-            num_attention_heads=HEADS,
-            num_query_groups=KV_HEADS,
-            tensor_model_parallel_size=world_size,
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            use_cpu_initialization=True,
-            pipeline_dtype=torch.float32,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            persist_layer_norm=False,
-        )
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
-            vocab_size=VOCAB,
-            max_sequence_length=4096,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-        )
-        self._chunks: Any = [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
-        options = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.0, clip_grad=1.0, params_dtype=torch.float32)
-        self._optimizer: Any = get_megatron_optimizer(options, self._chunks, use_gloo_process_groups=False)
         tokens = torch.from_numpy(np.stack([row.input_ids for row in make_rows()]))
-        self._batches = tokens.chunk(MICRO_BATCHES)
+        self._bare = BareMegatron(shape(num_layers), tokens.chunk(MICRO_BATCHES), dtype=torch.float32, tp_size=world_size)
 
     def step(self) -> float:
         """One step; returns the loss."""
-        import torch
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        (chunk,) = self._chunks
-        chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        losses: list[float] = []
-
-        def of_output(losses_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            loss = losses_BT[:, :-1].mean()
-            losses.append(loss.item())
-            return loss, {}
-
-        def forward_step(iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-            tokens_BT = next(iterator)
-            positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-            return model(tokens_BT, positions_BT, None, labels=tokens_BT.roll(-1, 1)), of_output
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(self._batches),
-            model=self._chunks,
-            num_microbatches=MICRO_BATCHES,
-            seq_length=TOKENS,
-            micro_batch_size=ROWS // MICRO_BATCHES,
-            forward_only=False,
-        )
-        finalize_model_grads(self._chunks)
-        self._optimizer.step()
-        return sum(losses) / len(losses)
+        return self._bare.step()
 
 
 def make_rows() -> list[InputFeature]:
@@ -174,7 +102,7 @@ def bench_step(folder: Path, arguments: argparse.Namespace) -> None:
     import twinkle_remote as tr
     from twinkle_megatron import MegatronModel
 
-    path = save_model(folder / "model", num_hidden_layers=arguments.layers)
+    path = save_model(folder / "model", shape(arguments.layers).hf_config())
     rows = make_rows()
     for size in (1, 2):
         with tr.initialize("ray", groups=[DeviceGroup(name="trainer", ranks=size, device_type="cpu")], threads_per_worker=1):
@@ -195,7 +123,7 @@ def bench_step(folder: Path, arguments: argparse.Namespace) -> None:
 
             other, mine, ratio = pairs(raw, ours, arguments.repeat, warm_up=2)
             print(
-                f"tp {size}: {ROWS} rows of {TOKENS} tokens in {MICRO_BATCHES} micro-batches, {arguments.layers} layers of {HIDDEN}: MegatronModel "
+                f"tp {size}: {ROWS} rows of {TOKENS} tokens in {MICRO_BATCHES} micro-batches, {arguments.layers} layers of 256: MegatronModel "
                 f"{mine:.3f} s, bare megatron-core {other:.3f} s, ratio {ratio:.3f} (at most 1.03 is wanted)",
                 flush=True,
             )
@@ -213,7 +141,7 @@ def bench_packed(folder: Path, arguments: argparse.Namespace) -> None:
     rows = [InputFeature(input_ids=draw.integers(0, VOCAB, length)) for length in lengths]
     packs = PackingDataset(dataset=rows, max_length=1024)
     packed = [packs[index] for index in range(len(packs))]
-    model = MegatronModel(save_model(folder / "model", num_hidden_layers=arguments.layers))
+    model = MegatronModel(save_model(folder / "model", shape(arguments.layers).hf_config()))
     model.set_loss("cross_entropy")
     model.set_optimizer("adam", lr=1e-4)
 
@@ -236,9 +164,10 @@ def bench_packed(folder: Path, arguments: argparse.Namespace) -> None:
 
 def bench_export(folder: Path, arguments: argparse.Namespace) -> None:
     """All weights of a 135M model, whole: at TP 1 beside copying them once, at TP 2 beside one all-gather of the same bytes."""
-    # SmolLM2-135M's shape, with one head more, so that heads divide by two.
-    path = save_model(
-        folder / "model",
+    # SmolLM2-135M's shape, with 8 and 4 heads instead of 9 and 3, so that they divide by two.
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
@@ -248,6 +177,7 @@ def bench_export(folder: Path, arguments: argparse.Namespace) -> None:
         head_dim=72,
         tie_word_embeddings=True,
     )
+    path = save_model(folder / "model", config)
     for size in (1, 2):
         store = str(folder / f"store-{size}")
         ranks = [

@@ -152,10 +152,10 @@ class WeightMap:
 
     # Out of the model.
 
-    @torch.no_grad()
     def export(self, chunks: Sequence[Any], *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight (or gradient), whole, under its Hugging Face name, once. Collective: all ranks iterate to the end."""
-        states = [_state(chunk) for chunk in chunks]
+        # Walking over a model's modules takes as long as splitting its weights: buffers are looked for only where there are some.
+        states = [_state(chunk) if any(entry.is_buffer for entry in self._plan) else dict(chunk.named_parameters()) for chunk in chunks]
         scratch = _Scratch()
         done: set[str] = set()
         for entry in self._plan:
