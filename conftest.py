@@ -8,6 +8,7 @@ import pytest
 _WHOLE_FOLDERS = ("twinkle-megatron", "twinkle-vllm")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """One group a file, or a folder where its files share what is slow to start."""
     if not config.pluginmanager.hasplugin("xdist"):
