@@ -204,7 +204,7 @@ def test_a_resumed_stream_runs_nothing_on_the_rows_before(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("not JSON\n" * 9 + '{"a": 9}\n')
     rows = IterableDataset(path).map(lambda row: calls.append(row) or row["a"])
-    assert [row for row, _ in rows.iterate([9, 0])] == [9]
+    assert [row for row, _ in rows.iterate({"stream": "files > map", "at": [9, 0]})] == [9]
     assert calls == [{"a": 9}]
     with pytest.raises(DatasetError, match=r"line 1: not valid JSON"):
         next(iter(rows))
@@ -228,7 +228,7 @@ def test_streams_refuse_what_they_cannot_do(path):
     assert list(once) == [1, 2]
     with pytest.raises(DatasetError, match="can be read only once; give a function"):
         list(once)
-    with pytest.raises(LoaderStateError, match="belongs to a stream that was made otherwise"):
+    with pytest.raises(LoaderStateError, match="'x' does not tell the stream that it belongs to"):
         list(IterableDataset(path).iterate("x"))
     with pytest.raises(DatasetError, match=r"row 41 \(.*line 42\): double failed"):
         list(IterableDataset(path).map(double))

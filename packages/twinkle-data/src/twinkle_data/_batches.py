@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from twinkle_mesh import DeviceMesh
 
 from ._balance import CostKind, balanced_order, sequence_costs
-from ._errors import DatasetError, LoaderStateError
+from ._errors import DatasetError
 from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream
-from ._sampler import DeviceMeshSampler, check_smallest, check_state
+from ._sampler import DeviceMeshSampler, check_counts, check_epochs, check_smallest, check_state, check_whole
 from ._workers import WorkerPool
 
 
@@ -60,8 +60,7 @@ class IndexedBatches:
 
     def next(self) -> list[Any] | None:
         if self._pool is None:
-            indices = self._sampler.next()
-            return None if indices is None else self._read(indices)
+            return self._next_here()
         self._fill(self._pool)
         if not self._ahead:
             return None
@@ -73,6 +72,15 @@ class IndexedBatches:
         self._state = self._ahead.popleft()
         self._fill(self._pool)
         return batch
+
+    def _next_here(self) -> list[Any] | None:
+        before = self._sampler.state_dict()
+        try:
+            indices = self._sampler.next()
+            return None if indices is None else self._read(indices)
+        except BaseException:  # the position stays before a batch that nobody got
+            self._sampler.load_state_dict(before)
+            raise
 
     def _fill(self, pool: WorkerPool) -> None:
         while len(self._ahead) < self._most_ahead and (indices := self._sampler.next()) is not None:
@@ -121,6 +129,8 @@ class StreamBatches:
     ) -> None:
         if num_workers > 1:
             raise DatasetError(f"num_workers is {num_workers}; a stream is read by one worker at most")
+        check_whole("batch_size", batch_size, 1)
+        check_epochs(num_epochs)
         check_smallest(batch_size if drop_last else 1, batch_size, min_batch_size, mesh)
         self._stream, self._num_epochs = stream, num_epochs
         self._batch_size, self._min_batch_size, self._drop_last = batch_size, min_batch_size or 1, drop_last
@@ -189,8 +199,7 @@ class StreamBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_state(state, ("epoch", "batch", "stream"), {"batch_size": self._batch_size})
-        if min(state["epoch"], state["batch"]) < 0:
-            raise LoaderStateError(f"the saved state of the data loader is damaged: epoch {state['epoch']}, batch {state['batch']}")
+        check_counts(state, ("epoch", "batch"))
         self._stream.iterate(state["stream"])  # it refuses a state that is not its own
         self._go_to(state)
 

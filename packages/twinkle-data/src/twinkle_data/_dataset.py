@@ -1,6 +1,7 @@
 """Datasets: rows by index, transformed when they are read (or at once), with errors that say which row and which field."""
 
 import hashlib
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 
 from ._errors import DatasetError
 from ._pool import Progress
-from ._rows import Found, Joined, Mapped, RowName, Selected
+from ._rows import Found, Joined, Mapped, RowName, Selected, row_at
+from ._sampler import check_seed, check_whole
 from ._schema_report import SchemaReport, report_schema
 from ._skipped import Skipped
 from ._sources import hub_rows, rows_of
@@ -77,9 +79,11 @@ class Dataset(Sequence[Any]):
         if isinstance(index, slice):
             return self.select(range(*index.indices(len(self))))
         size = len(self)
+        if isinstance(index, (bool, np.bool_)) or not isinstance(index, numbers.Integral):
+            raise DatasetError(f"a row's index is a whole number, not {index!r:.100}; rows for which something is true: filter")
         if not -size <= index < size:
             raise IndexError(f"row {index} of a dataset with {size} rows")
-        return self._rows[int(index) % size]
+        return row_at(self._rows, int(index) % size)
 
     def __iter__(self) -> Iterator[Any]:
         """The rows in order."""
@@ -184,8 +188,7 @@ class Dataset(Sequence[Any]):
         changes_length: bool = False,
     ) -> "Dataset":
         skip = _skips(on_error)
-        if num_proc < 1:
-            raise DatasetError(f"{what}: num_proc is {num_proc}; it must be at least 1")
+        check_whole(f"{what}: num_proc", num_proc, 1)
         if not lazy or num_proc > 1 or progress or cache_dir is not None:
             options: Any = {"num_proc": num_proc, "progress": progress, "cache_dir": cache_dir, "timeout_s": timeout_s}
             return Dataset(transformed(self._rows, transform, what=what, skip_errors=skip, **options))
@@ -197,7 +200,10 @@ class Dataset(Sequence[Any]):
 
     def select(self, indices: Iterable[int]) -> "Dataset":
         """The rows at these indices, in this order. Raises IndexError for one beyond the end."""
-        chosen = np.fromiter(indices, np.int64)
+        given = indices if isinstance(indices, np.ndarray) else np.array(list(indices) or [0][:0])
+        if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+            raise DatasetError("select: indices must be whole numbers (of a mask of booleans: np.flatnonzero(mask))")
+        chosen = given.astype(np.int64)
         size = len(self)
         if chosen.size and (chosen.min() < -size or chosen.max() >= size):
             raise IndexError(f"select: indices {chosen.min()} to {chosen.max()} on a dataset with {size} rows")
@@ -205,6 +211,7 @@ class Dataset(Sequence[Any]):
 
     def shuffle(self, seed: int = 0) -> "Dataset":
         """The rows in an order that depends on the seed and their number alone."""
+        check_seed(seed)
         return self.select(np.random.default_rng(seed).permutation(len(self)))
 
     def split(self, *, held_out: float, key: Callable[[Any], str] | None = None, seed: int = 0) -> tuple["Dataset", "Dataset"]:
@@ -219,6 +226,7 @@ class Dataset(Sequence[Any]):
         Raises:
             DatasetError: a share outside (0, 1); a key function that fails.
         """
+        check_seed(seed)
         if not 0 < held_out < 1:
             raise DatasetError(f"split: held_out is {held_out}; it must lie between 0 and 1")
         if key is None:
@@ -232,7 +240,14 @@ class Dataset(Sequence[Any]):
 
 
 def concatenate(*datasets: Dataset) -> Dataset:
-    """The rows of several datasets, one after the other."""
+    """The rows of several datasets, one after the other.
+
+    Raises:
+        DatasetError: something that is no `Dataset`.
+    """
+    for index, dataset in enumerate(datasets):
+        if not isinstance(dataset, Dataset):
+            raise DatasetError(f"concatenate: argument {index} is a {type(dataset).__name__}, not a Dataset")
     return Dataset(Joined([dataset._rows for dataset in datasets]))  # pyright: ignore[reportPrivateUsage]
 
 

@@ -3,28 +3,46 @@
 import dataclasses
 import hashlib
 import pickle
-import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterator
+from enum import Enum
+from functools import cached_property, partial, partialmethod, singledispatchmethod
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
 
 from ._errors import DatasetError
+from ._module_sources import module_digest
+
+_METHODS = (FunctionType, classmethod, staticmethod, property)
 
 
 def fingerprint(value: Any) -> str:
     """A digest (SHA-256) of a value. Equal digests mean that it holds the same, or, of a function, that it does the same.
 
-    A function counts by its code, its defaults, what it closes over and the globals that it uses; functions and classes of other
-    packages than its own count by name and version. An object counts by its class and its pickled state, unless it has a method
-    `fingerprint_parts()`. A changed digest of something unchanged only means that work is done again.
+    Followed are: a function's code, defaults, what it closes over and the globals that it uses; functions behind `lru_cache`, `partial` and
+    methods; a class's methods, properties and other attributes, its nested classes and its bases; an enum's members; an object's class and all
+    that its state holds (as it would be pickled), unless it has a method `fingerprint_parts()`. Modules, functions and classes of another package
+    count by the sources of their module and of those that it refers to, where these are your own files, and by name and version where they were
+    installed or are Python's. Not followed are files that a function reads, the environment, and names that are looked up as texts (`getattr`).
+    A changed digest of something unchanged only means that work is done again.
 
     Raises:
-        DatasetError: an object that cannot be pickled.
+        DatasetError: an object whose state cannot be pickled, or that is nested too deep.
     """
-    return _Digest(value).hexdigest()
+    try:
+        return _Digest(value).hexdigest()
+    except RecursionError:
+        raise DatasetError(f"cannot tell by its content whether a {type(value).__name__} has changed: it is nested too deep") from None
 
 
 def rows_fingerprint(rows: Any) -> str:
@@ -66,17 +84,17 @@ class _Digest:
         self._text(type(value).__qualname__)
         if callable(parts := getattr(value, "fingerprint_parts", None)) and not isinstance(value, type):
             self._add(parts())
-        elif isinstance(value, Mapping):
+        elif type(value) in (dict, MappingProxyType):
             self._all(x for pair in value.items() for x in pair)
-        elif isinstance(value, (list, tuple)):
+        elif type(value) in (list, tuple):
             self._all(value)
-        elif isinstance(value, (set, frozenset)):
+        elif type(value) in (set, frozenset):
             self._text(*sorted(fingerprint(item) for item in value))
         elif isinstance(value, np.ndarray):
             self._text(value.dtype.str, value.shape)
             self._hash.update(value.tobytes())
         elif isinstance(value, ModuleType):
-            self._text(value.__name__, _version(value.__name__))
+            self._text(value.__name__, module_digest(value.__name__))
         elif not self._code(value):
             self._object(value)
 
@@ -94,15 +112,22 @@ class _Digest:
         elif isinstance(value, MethodType):
             self._all([value.__func__, value.__self__])
         elif isinstance(value, BuiltinFunctionType) or (isinstance(value, (type, FunctionType)) and _package(value) != self._home):
-            self._text(value.__module__, value.__qualname__, _version(value.__module__ or ""))
+            self._text(value.__module__, value.__qualname__, module_digest(value.__module__ or ""))
         elif isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
             used = {name: value.__globals__[name] for name in sorted(_names(value.__code__)) if name in value.__globals__}
             self._all([value.__code__, value.__defaults__, value.__kwdefaults__, cells, used])
         elif isinstance(value, type):
-            own = {name: item for name, item in vars(value).items() if isinstance(item, (FunctionType, classmethod, staticmethod, property))}
             self._text(value.__module__, value.__qualname__)
-            self._all([value.__bases__, {name: _functions(item) for name, item in own.items()}])
+            self._all([value.__bases__, _attributes(value)])
+        elif isinstance(value, (classmethod, staticmethod)):
+            self._add(value.__func__)
+        elif isinstance(value, property):
+            self._all([value.fget, value.fset, value.fdel])
+        elif isinstance(value, (cached_property, partialmethod, singledispatchmethod)):
+            self._add(vars(value))
+        elif callable(wrapped := getattr(value, "__wrapped__", None)):  # lru_cache, and others that functools.wraps marks
+            self._add(wrapped)
         else:
             return False
         return True
@@ -111,12 +136,41 @@ class _Digest:
         self._add(type(value))
         if dataclasses.is_dataclass(value):
             self._all(getattr(value, field.name) for field in dataclasses.fields(value))
+        elif isinstance(value, Enum):
+            self._add(value.name)
         else:
-            self._add(_pickled(value))
+            self._state(value)
+
+    def _state(self, value: Any) -> None:
+        """What a pickle of the object would hold, looked into: functions in it are followed."""
+        try:
+            reduced = value.__reduce_ex__(4)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise _untold(value, error) from error
+        if isinstance(reduced, str):  # an object that is found by its name
+            self._text(getattr(value, "__module__", ""), reduced)
+            return
+        _, arguments, *state = reduced
+        self._all([arguments, *(list(part) if isinstance(part, Iterator) else part for part in state)])
 
 
-def _functions(item: Any) -> list[Any]:
-    return [item.fget, item.fset, item.fdel] if isinstance(item, property) else [getattr(item, "__func__", item)]
+def _attributes(owner: type) -> dict[str, Any]:
+    """What a class itself holds, without what Python or a library puts there."""
+    if issubclass(owner, Enum):
+        return {**{name: member.value for name, member in owner.__members__.items()}, **_functions(owner)}
+    return {
+        name: item
+        for name, item in sorted(vars(owner).items())
+        if not isinstance(item, (GetSetDescriptorType, MemberDescriptorType)) and (not _is_special(name) or isinstance(item, _METHODS))
+    }
+
+
+def _functions(owner: type) -> dict[str, Any]:
+    return {name: item for name, item in sorted(vars(owner).items()) if isinstance(item, _METHODS) and not name.startswith("_generate")}
+
+
+def _is_special(name: str) -> bool:
+    return name == "_abc_impl" or (name.startswith("__") and name.endswith("__"))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -140,12 +194,12 @@ def _package(value: Any) -> str:
     return (home.__module__ or "").partition(".")[0]
 
 
-def _version(module: str) -> str:
-    return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))
-
-
 def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=5)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise DatasetError(f"cannot tell by its content whether a {type(value).__name__} has changed ({error}); work without cache_dir") from error
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise _untold(value, error) from error
+
+
+def _untold(value: Any, error: Exception) -> DatasetError:
+    return DatasetError(f"cannot tell by its content whether a {type(value).__name__} has changed ({error}); work without cache_dir")

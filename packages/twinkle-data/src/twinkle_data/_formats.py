@@ -77,6 +77,8 @@ class InputFeature:
 
     def __post_init__(self) -> None:
         input_ids = _integers("input_ids", self.input_ids)
+        if input_ids.ndim != 1:
+            raise FormatError(f"InputFeature.input_ids has shape {input_ids.shape}; one sequence is a flat list of tokens, (T,)")
         if input_ids.size == 0:
             raise FormatError("InputFeature.input_ids is empty; a sequence needs at least one token")
         if input_ids.min() < 0:

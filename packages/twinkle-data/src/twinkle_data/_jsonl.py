@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -12,11 +13,13 @@ from numpy.typing import NDArray
 
 from ._errors import DatasetError
 from ._places import Places
-from ._rows import Listed
+from ._rows import Listed, read_part
 from ._skipped import Skipped, warn_of_skipped
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# What reading a file raises, a packed one included.
+READ_ERRORS = (EOFError, OSError, zlib.error)
 _BLOCK_BYTES = 1 << 22
 # Longer lines are taken to hold something; a longer blank one is an error when it is read.
 _BLANK_BYTES = 64
@@ -26,15 +29,36 @@ def open_bytes(path: Path) -> IO[bytes]:
     """A file's bytes, unpacked when it is a gzip file (by its first bytes, whatever its name), a UTF-8 byte order mark left out.
 
     Raises:
-        DatasetError: there is no such file, or it is UTF-16.
+        DatasetError: there is no such file, it cannot be unpacked, or it is UTF-16.
     """
     file = _open(path)
-    start = file.read(3)
+    try:
+        start = file.read(3)
+    except READ_ERRORS as error:
+        file.close()
+        raise _unreadable(path, error) from error
     if start[:2] in _UTF16:
         file.close()
         raise DatasetError(f"{path} is a UTF-16 file; make it UTF-8, e.g. iconv -f UTF-16 -t UTF-8 {path.name}")
     file.seek(3 if start == _BOM else 0)
     return file
+
+
+def read_all(file: IO[bytes], path: Path) -> bytes:
+    """The rest of a file that `open_bytes` opened.
+
+    Raises:
+        DatasetError: it cannot be read or unpacked to its end.
+    """
+    try:
+        return file.read()
+    except READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DatasetError:
+    hint = "; the gzip file was cut off or is damaged" if isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)) else ""
+    return DatasetError(f"cannot read {str(path)!r}: {error}{hint}")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -103,8 +127,8 @@ def iterate_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
                     yield number, line
-        except (EOFError, gzip.BadGzipFile, OSError) as error:
-            raise DatasetError(f"cannot read {str(path)!r}: {error}") from error
+        except READ_ERRORS as error:
+            raise _unreadable(path, error) from error
 
 
 def load_jsonl(path: Path, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
@@ -135,10 +159,11 @@ def load_jsonl(path: Path, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
 
 def _lazy(path: Path, skip_errors: bool) -> "JsonLines":
     with open_bytes(path) as file:
-        text = file.read() if is_packed(path) else None
+        stamp = _stamp(path.stat())
+        text = read_all(file, path) if is_packed(path) else None
         first = file.tell() if text is None else 0
     starts, sizes, numbers = _index(_blocks(path, first) if text is None else [text], first)
-    rows = JsonLines(path, starts, sizes, numbers, text, _stamp(path))
+    rows = JsonLines(path, starts, sizes, numbers, text, stamp)
     good = np.ones(len(rows), np.bool_)
     for index in np.flatnonzero(sizes <= _BLANK_BYTES):
         good[index] = not rows.line(index).isspace()
@@ -174,13 +199,14 @@ def _index(blocks: Iterable[bytes], first: int) -> tuple[NDArray[np.int64], NDAr
     sizes = np.append(breaks + 1, at) - starts
     if sizes.max() >= 2**31:
         raise DatasetError(f"line {int(sizes.argmax()) + 1} has {int(sizes.max())} bytes; a row may have 2 GiB at most")
-    full = np.flatnonzero(sizes > 1)
+    content = sizes - 1
+    content[-1] = sizes[-1]  # nothing ends the last line
+    full = np.flatnonzero(content > 0)
     return starts[full], sizes[full].astype(np.int32), full + 1
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class JsonLines(Sequence[Any]):
@@ -193,7 +219,7 @@ class JsonLines(Sequence[Any]):
         sizes: NDArray[np.int32],
         numbers: NDArray[np.int64],
         text: bytes | None,
-        stamp: tuple[int, int],
+        stamp: tuple[int, int, int],
         skipped: Skipped | None = None,
     ) -> None:
         self._path, self._starts, self._sizes, self._text = path.absolute(), starts, sizes, text
@@ -210,11 +236,16 @@ class JsonLines(Sequence[Any]):
     def line(self, index: Any) -> bytes:
         """The bytes of a row, line end included."""
         start, size = int(self._starts[index]), int(self._sizes[index])
-        return os.pread(self._descriptor(), size, start) if self._text is None else self._text[start : start + size]
+        if self._text is not None:
+            return self._text[start : start + size]
+        descriptor = self._descriptor()
+        line = os.pread(descriptor, size, start)
+        self._check_stamp(os.fstat(descriptor))  # after reading, so that no change between the two is missed
+        return line
 
     def part(self, start: int, stop: int) -> Sequence[Any]:
         if self._text is not None:
-            return Listed([self[index] for index in range(start, stop)], self.places.take(slice(start, stop)))
+            return read_part(self, start, stop)
         piece = slice(start, stop)
         copy = JsonLines(self._path, self._starts[piece], self._sizes[piece], self.places.numbers[piece], None, self.stamp)
         copy.places = self.places.take(piece)
@@ -227,11 +258,12 @@ class JsonLines(Sequence[Any]):
                 file = self._path.open("rb", buffering=0)
             except OSError as error:
                 raise DatasetError(f"{self._path} can no longer be read: {error}") from error
-            if _stamp(self._path) != self.stamp:
-                file.close()
-                raise DatasetError(f"{self._path} has changed since its lines were counted; make the dataset again")
             self._file = (os.getpid(), file)
         return self._file[1].fileno()
+
+    def _check_stamp(self, status: os.stat_result) -> None:
+        if _stamp(status) != self.stamp:
+            raise DatasetError(f"{self._path} has changed since its lines were counted; make the dataset again")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}

@@ -43,6 +43,8 @@ class ToolCall:
             return self.arguments
         try:
             parsed = json.loads(self.arguments or "{}")
+        except RecursionError:
+            raise FormatError(f"ToolCall.arguments of {self.name!r}: values are nested too deep") from None
         except ValueError as error:
             raise FormatError(f"ToolCall.arguments of {self.name!r} is not JSON: {error}") from None
         if not isinstance(parsed, dict):
@@ -108,12 +110,14 @@ class Message:
         if not isinstance(self.content, str):
             raise FormatError(f"Message.content must be a string, not {type(self.content).__name__} (role {self.role!r})")
         if not self.content.isascii():
-            _check_unicode("content", self.content)
+            check_unicode("Message.content", self.content)
         for name in ("reasoning_content", "tool_call_id", "name"):
             if (value := getattr(self, name)) is not None:
                 if not isinstance(value, str):
                     raise FormatError(f"Message.{name} must be a string, not {type(value).__name__} (role {self.role!r})")
-                _check_unicode(name, value)
+                check_unicode(f"Message.{name}", value)
+        if self.loss is not None and not isinstance(self.loss, bool):
+            raise FormatError(f"Message.loss must be True, False or None, not {self.loss!r} (role {self.role!r})")
         if self.role != "assistant":
             for name in ("loss", "reasoning_content", "tool_calls"):
                 if getattr(self, name):
@@ -210,12 +214,13 @@ def check_user_data(owner: str, user_data: Any) -> None:
         raise FormatError(f"{owner}.user_data must be a dict, not {type(user_data).__name__}")
 
 
-def _check_unicode(name: str, text: str) -> None:
+def check_unicode(what: str, text: str) -> None:
+    """Raises FormatError for a text that no tokenizer can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise FormatError(
-            f"Message.{name} holds a lone surrogate ({text[error.start]!a} at character {error.start}), which no tokenizer can encode; "
+            f"{what} holds a lone surrogate ({text[error.start]!a} at character {error.start}), which no tokenizer can encode; "
             "repair the text, e.g. text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
         ) from None
 

@@ -24,7 +24,7 @@ class PackedFeature:
 
     The sequences are kept as they are, each with its own temperature, weight version and user data. The arrays of the row, `[T]`, are put
     together when they are asked for: `position_ids` begin anew with each sequence, and `labels` are -100 at the first token of each, which
-    nothing of its sequence predicts.
+    nothing of its sequence predicts. A feature whose position ids begin anew at 0 holds several sequences, and is taken apart.
 
     Raises:
         FormatError: no sequence, or something that is no InputFeature.
@@ -43,7 +43,7 @@ class PackedFeature:
         for index, feature in enumerate(features):
             if not isinstance(feature, InputFeature):
                 raise FormatError(f"PackedFeature.features[{index}] is a {type(feature).__name__}, not an InputFeature")
-        object.__setattr__(self, "features", features)
+        object.__setattr__(self, "features", tuple(sequence for feature in features for sequence in sequences_of(feature)))
 
     def __len__(self) -> int:
         """The number of tokens T of all sequences together."""
@@ -157,10 +157,19 @@ def cut(feature: InputFeature, part: slice) -> InputFeature:
     if len(changed["input_ids"]) == 0:
         raise FormatError(f"{part} of a sequence of {len(feature)} tokens has none")
     if "position_ids" in changed:
-        changed["position_ids"] = changed["position_ids"] - changed["position_ids"][..., :1]
+        changed["position_ids"] = _from_zero(changed["position_ids"])
     for name in {"logprobs", "ref_logprobs"} & changed.keys():
         changed[name] = np.concatenate([[0.0], changed[name][1:]])
     return replace(feature, **changed)
+
+
+def _from_zero(position_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The positions of a part: its first sequence counts from 0; those behind it, which begin at 0 already, stay."""
+    first = position_ids[..., :1]
+    starts = np.flatnonzero(position_ids[1:] == 0) + 1 if position_ids.ndim == 1 else np.zeros(0, np.int64)
+    if not len(starts):
+        return position_ids - first
+    return np.concatenate([position_ids[: starts[0]] - first, position_ids[starts[0] :]])
 
 
 def sequences_of(row: InputFeature | PackedFeature) -> Sequence[InputFeature]:

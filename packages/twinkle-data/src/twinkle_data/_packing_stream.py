@@ -12,7 +12,7 @@ from ._fitting import Fitting, TooLong, checked_feature
 from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream, as_stream
-from ._sampler import check_state
+from ._sampler import check_counts, check_state, is_count
 
 # A sequence that finds no partners goes out in a pack that is not full after so many windows, so that none waits for ever, and resuming
 # reads no further back.
@@ -79,11 +79,11 @@ class IterablePackingDataset:
         settings = {"max_length": self._fitting.max_length, "window_size": self._window, "too_long": self._fitting.too_long, "seed": self._seed}
         if state is None:
             return self._packs(_BEGINNING, settings)
-        if not isinstance(state, dict):
-            raise LoaderStateError(f"{state!r} is no position of a packed stream")
         check_state(state, _BEGINNING, settings)
-        if min(state[name] for name in ("window", "first_row", "next_row", "given")) < 0:
-            raise LoaderStateError(f"the saved state of the packed stream is damaged: {state}")
+        check_counts(state, ("window", "first_row", "next_row", "given"))
+        if not isinstance(state["waiting"], list) or not all(isinstance(x, list) and len(x) == 3 and all(map(is_count, x)) for x in state["waiting"]):
+            raise LoaderStateError(f"the saved state of the packed stream is damaged: waiting is {state['waiting']!r:.200}")
+        self._source.iterate(state["first_state"])  # it refuses a state that is not its own
         return self._packs(state, settings)
 
     def _packs(self, start: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[PackedFeature, Any]]:

@@ -8,10 +8,13 @@ from typing import Any
 from ._dataset import Dataset
 from ._errors import FormatError
 from ._messages import Message, Trajectory
-from ._schemas import to_conversation
+from ._schemas import to_conversation, tools_of
 
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reference", "target", "final_answer", "label")
+
+# Part of the conversation, as in every other form.
+_USED = ("system", "tools", "functions")
 
 
 def prompt_dataset(
@@ -26,7 +29,8 @@ def prompt_dataset(
     """Rows with a question and its answer (a JSONL file, say) as a dataset of prompts, shaped like those of `task_dataset`.
 
     A row is a `Trajectory` that ends with the user's question, and `user_data` with 'question' (the last message's text), 'answer' and
-    the row's other fields, unchanged. Answers that are numbers stay numbers.
+    the row's other fields, unchanged. Answers that are numbers stay numbers. The fields 'system' and 'tools' (or 'functions') become the
+    system prompt and the tools.
 
     Args:
         source: whatever `Dataset` takes.
@@ -34,7 +38,7 @@ def prompt_dataset(
             'instruction', 'query', 'input' that a row has.
         answer: the field with the answer; None: the first of 'answer', 'solution', 'ground_truth', 'reference', 'target',
             'final_answer', 'label' that a row has.
-        system: a system prompt for prompts that begin with none.
+        system: a system prompt for prompts that begin with none, in rows that name none.
         require_answer: whether a row without an answer is an error.
         lazy: see `Dataset`.
 
@@ -59,17 +63,18 @@ class _Prompt:
         if field is None:
             raise FormatError(f"no field {self.prompt or ' or '.join(_PROMPTS)!r}; say prompt=<the field with the question>")
         messages = list(_messages(row[field], field))
-        if self.system is not None and messages[0].role != "system":
-            messages.insert(0, Message(role="system", content=self.system))
+        system = self.system if row.get("system") in (None, "") else row["system"]
+        if system is not None and messages[0].role not in ("system", "developer"):
+            messages.insert(0, Message(role="system", content=system))
         if messages[-1].role == "assistant":
             raise FormatError(f"{field} ends with an assistant turn, so there is nothing to sample; leave that turn out")
-        user_data = {str(key): value for key, value in row.items() if key != field}
+        user_data = {str(key): value for key, value in row.items() if key not in (field, *_USED)}
         name = _field(row, self.answer, _ANSWERS)
         if name is None and self.require_answer:
             raise FormatError(f"no field {self.answer or ' or '.join(_ANSWERS)!r}; say answer=<the field with it>, or require_answer=False")
         if name is not None:
             user_data["answer"] = row[name]
-        return Trajectory(messages=messages, user_data={**user_data, "question": messages[-1].content})
+        return Trajectory(messages=messages, user_data={**user_data, "question": messages[-1].content}, tools=tools_of(row))
 
 
 def _field(row: Mapping[str, Any], name: str | None, usual: Iterable[str]) -> str | None:

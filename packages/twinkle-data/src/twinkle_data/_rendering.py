@@ -42,6 +42,8 @@ class ChatRenderer:
         functions: Any = [dict(tool) for tool in tools] or None
         try:
             text = self._tokenizer.apply_chat_template(plain, tools=functions, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except RecursionError:
+            raise TemplateError("tools or arguments of calls are nested too deep to be rendered") from None
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message.role for message in messages)
             raise TemplateError(f"the chat template refuses messages with the roles [{roles}]: {error}") from error
@@ -59,6 +61,16 @@ class ChatRenderer:
         except TemplateError:
             return True
         return False
+
+    @cached_property
+    def _renders_all_calls(self) -> bool:
+        """Whether each of several calls of one turn is rendered. Told by calls of the template's own: names of others may stand in any text."""
+        calls = [ToolCall(name=f"{_ANSWER}-{index}", arguments={}, id=f"probe000{index}") for index in (1, 2)]
+        try:
+            text = self.render([_ASK, Message(role="assistant", tool_calls=calls)])
+        except TemplateError:
+            return True  # it refuses what stands here; what it was given before it has rendered
+        return all(call.name in text for call in calls)
 
     @cached_property
     def end_token(self) -> str:
@@ -169,7 +181,13 @@ class ChatRenderer:
                 full, spans = self._as_sampled(messages, answers, add_generation_prompt)
         _check_tools(full, tools)
         for span in spans:
-            _check_rendered(messages[span.message], full[span.start : span.stop], span.message)
+            message = messages[span.message]
+            if len(message.tool_calls) > 1 and not self._renders_all_calls:
+                raise TemplateError(
+                    f"message {span.message}: the chat template leaves out all but one of several calls; use a template that renders them all, or "
+                    "make each call a turn of its own"
+                )
+            _check_rendered(message, full[span.start : span.stop], span.message)
         return full, spans
 
     def _as_sampled(self, messages: Sequence[Message], answers: dict[int, tuple[str, str]], add_generation_prompt: bool) -> tuple[str, list[Span]]:
@@ -269,7 +287,7 @@ def _check_rendered(message: Message, turn: str, index: int) -> None:
     if reasoning not in turn:
         raise TemplateError(f"message {index}: the chat template does not render reasoning_content; put it into the content, or mend the template")
     for call in message.tool_calls:
-        if call.name not in turn:
+        if turn.count(call.name) < sum(other.name == call.name for other in message.tool_calls):
             raise TemplateError(f"message {index}: the chat template does not render the call of {call.name!r}; use a template that knows tool calls")
 
 

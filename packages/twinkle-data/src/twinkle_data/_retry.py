@@ -1,12 +1,15 @@
 """Prompts whose completions all have one reward teach nothing; they are replaced, or tried again (dynamic sampling of DAPO, arXiv 2503.14476)."""
 
+import math
+import numbers
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._errors import DatasetError, NoSignalError
+from ._errors import DatasetError, LoaderStateError, NoSignalError
 from ._loader import DataLoader
+from ._sampler import check_state
 from ._sampling import SampleResponse
 
 
@@ -22,7 +25,7 @@ class PromptGroup:
     @property
     def has_signal(self) -> bool:
         """Whether the rewards differ, so that advantages within the group are not all 0."""
-        return max(self.rewards) > min(self.rewards)
+        return len(self.rewards) > 0 and max(self.rewards) > min(self.rewards)
 
 
 class RetrySampler:
@@ -31,6 +34,9 @@ class RetrySampler:
     Each round samples as many prompts as are missing, so all completions of a batch come from the weights that `sample` used for it. Prompts
     without signal wait, and come again once more than a batch of them do or no new ones are left, up to `max_attempts` times: later the policy
     may do better or worse at them. When all prompts are used up, an unfinished last batch is left out.
+
+    Nothing is lost when `sample`, `reward` or the loader raises, or too few groups had a signal: prompts that were drawn come again, groups that
+    were found wait, and the next call of `next` goes on. (Those groups come from the weights of the earlier call.)
 
     Args:
         prompts: a loader; its batches are taken apart.
@@ -65,6 +71,8 @@ class RetrySampler:
         self._batch_size, self._max_rounds, self._max_attempts, self._when_short = batch_size, max_rounds, max_attempts, when_short
         self._fresh: deque[Any] = deque()
         self._again: deque[tuple[Any, int]] = deque()
+        self._drawn: deque[tuple[Any, int]] = deque()  # drawn, and not sampled or not rewarded
+        self._found: list[PromptGroup] = []
         self._batches: Iterator[Any] | None = None
         self.num_sampled = 0
         """How many prompts have been sampled so far."""
@@ -81,23 +89,31 @@ class RetrySampler:
 
         Raises:
             NoSignalError: too few groups had a signal.
-            DatasetError: `sample` or `reward` returned another number of things than were asked for.
+            DatasetError: `sample` or `reward` returned another number of things than were asked for, or a reward that is no finite number.
         """
-        groups: list[PromptGroup] = []
-        tried = 0
+        groups = self._found
+        tried = len(groups)
         for _ in range(self._max_rounds):
             drawn = self._draw(self._batch_size - len(groups))
             if not drawn:
+                self._found = []
                 return groups if groups and self._when_short == "give" else None
+            try:
+                tested = self._try(drawn)
+            except BaseException:
+                self._drawn.extendleft(reversed(drawn))
+                raise
             tried += len(drawn)
-            for group in self._try(drawn):
+            for group in tested:
                 if group.has_signal:
                     groups.append(group)
                 elif group.attempts < self._max_attempts:
                     self._again.append((group.row, group.attempts))
             if len(groups) == self._batch_size:
+                self._found = []
                 return groups
         if self._when_short == "give":
+            self._found = []
             return groups
         raise NoSignalError(
             f"{len(groups)} of {tried} prompts had rewards that differ, {self._batch_size} are needed: the task is too easy or too hard for the "
@@ -105,27 +121,46 @@ class RetrySampler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the loader's, and the prompts that wait, as they are (JSON where the rows are)."""
-        return {"loader": self._loader.state_dict(), "fresh": list(self._fresh), "again": [list(entry) for entry in self._again]}
+        """The position: the loader's, and the prompts that wait, as they are (JSON where the rows are).
+
+        Prompts whose groups wait after an error are sampled anew from there.
+        """
+        first = [[group.row, group.attempts - 1] for group in self._found]
+        return {
+            "loader": self._loader.state_dict(),
+            "fresh": list(self._fresh),
+            "again": [list(entry) for entry in self._again],
+            "drawn": first + [list(entry) for entry in self._drawn],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up at a saved position.
 
         Raises:
-            LoaderStateError: a position of a loader with other settings.
+            LoaderStateError: a position of a loader with other settings, or not one of a RetrySampler.
         """
+        check_state(state, ("loader", "fresh", "again", "drawn"), {})
+        waiting = [state[name] for name in ("again", "drawn")]
+        if not isinstance(state["fresh"], list) or not all(isinstance(entries, list) and all(map(_is_tried, entries)) for entries in waiting):
+            raise LoaderStateError("the saved state is none of a RetrySampler, or damaged")
         self._loader.load_state_dict(state["loader"])
-        self._fresh, self._again = deque(state["fresh"]), deque((row, attempts) for row, attempts in state["again"])
-        self._batches = None
+        again, drawn = (deque((row, attempts) for row, attempts in entries) for entries in waiting)
+        self._fresh, self._again, self._drawn = deque(state["fresh"]), again, drawn
+        self._found, self._batches = [], None
 
     def _try(self, drawn: list[tuple[Any, int]]) -> list[PromptGroup]:
         rows = [row for row, _ in drawn]
         responses = list(self._sample(rows))
         if len(responses) != len(rows):
             raise DatasetError(f"sample returned {len(responses)} responses for {len(rows)} prompts")
+        if any(not response.sequences for response in responses):
+            raise DatasetError("sample returned a response without a sequence")
         rewards = list(self._reward(rows, responses))
         if len(rewards) != sum(len(response.sequences) for response in responses):
             raise DatasetError(f"reward returned {len(rewards)} numbers for {sum(len(response.sequences) for response in responses)} sequences")
+        for reward in rewards:
+            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+                raise DatasetError(f"reward returned {reward!r}; a reward is a finite number")
         groups: list[PromptGroup] = []
         start = 0
         for (row, attempts), response in zip(drawn, responses, strict=True):
@@ -139,14 +174,23 @@ class RetrySampler:
     def _draw(self, count: int) -> list[tuple[Any, int]]:
         """The next prompts, and how often each has been sampled: new ones while there are, with those that wait in between."""
         drawn: list[tuple[Any, int]] = []
+        try:
+            self._fill(drawn, count)
+        except BaseException:
+            self._drawn.extendleft(reversed(drawn))
+            raise
+        return drawn
+
+    def _fill(self, drawn: list[tuple[Any, int]], count: int) -> None:
         while len(drawn) < count:
-            if len(self._again) > self._batch_size or (self._again and not self._refill()):
+            if self._drawn:
+                drawn.append(self._drawn.popleft())
+            elif len(self._again) > self._batch_size or (self._again and not self._refill()):
                 drawn.append(self._again.popleft())
             elif self._refill():
                 drawn.append((self._fresh.popleft(), 0))
             else:
-                break
-        return drawn
+                return
 
     def _refill(self) -> bool:
         """Whether there is a new prompt."""
@@ -154,3 +198,7 @@ class RetrySampler:
             batches = self._batches = self._batches or iter(self._loader)
             self._fresh.extend(next(batches, ()))
         return bool(self._fresh)
+
+
+def _is_tried(entry: Any) -> bool:
+    return isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], int)

@@ -5,6 +5,8 @@ from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from ._errors import DatasetError, LoaderStateError
+from ._rows import row_at
+from ._sampler import is_count
 
 
 @runtime_checkable
@@ -45,12 +47,12 @@ class _Numbered:
 
     def iterate(self, state: Any = None) -> Iterator[tuple[Any, Any]]:
         first = 0 if state is None else state
-        if not isinstance(first, int) or first < 0:
-            raise LoaderStateError(f"{state!r} is no number of rows: it belongs to a stream that was made otherwise")
+        if not is_count(first):
+            raise LoaderStateError(f"{state!r:.200} is no number of rows: it belongs to a stream that was made otherwise")
         source = self._source
         rows: Any = source if hasattr(source, "__iter__") else source()
         if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
-            behind: Iterator[Any] = (rows[index] for index in range(first, len(rows)))
+            behind: Iterator[Any] = (row_at(rows, index) for index in range(first, len(rows)))
         else:
             behind = islice(iter(rows), first, None)
         return ((row, number) for number, row in enumerate(behind, start=first + 1))

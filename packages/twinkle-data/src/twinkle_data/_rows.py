@@ -5,13 +5,14 @@ files, what lies in memory as the rows themselves.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._errors import DataError
+from ._errors import DataError, DatasetError
 from ._places import Places, joined_places, places_of
 from ._skipped import Skipped, warn_of_skipped
 
@@ -29,14 +30,46 @@ class RowName:
         return f"row {self._first + self._index}" + ("" if places is None else f" ({places.tell(self._index)})")
 
 
+@dataclass(frozen=True)
+class Failed:
+    """Stands for a row that cannot be read, until somebody asks for it."""
+
+    error: DataError
+
+
+def row_at(rows: Any, index: int) -> Any:
+    """`rows[index]`, of a source that nobody knows.
+
+    Raises:
+        DatasetError: it raised StopIteration, which would end whatever loop asks for the row.
+    """
+    try:
+        return rows[index]
+    except StopIteration as error:
+        raise DatasetError(f"{RowName(rows, index)}: the source raised StopIteration, so there is no such row") from error
+
+
+def row_or_failed(rows: Any, index: int) -> Any:
+    """The row, or `Failed` where it cannot be read."""
+    try:
+        return row_at(rows, index)
+    except DataError as error:
+        return Failed(error)
+
+
 Fn = Callable[[RowName, Any], Any]
 """A function of a row's name (for errors) and the row."""
 
 
 def part(rows: Any, start: int, stop: int) -> Any:
-    """Rows `[start, stop)` as a sequence of its own, fit to be pickled."""
+    """Rows `[start, stop)` as a sequence of its own, fit to be pickled. A row that cannot be read raises when it is asked for there."""
     piece = getattr(rows, "part", None)
-    return Listed([rows[index] for index in range(start, stop)], _piece_of_places(rows, start, stop)) if piece is None else piece(start, stop)
+    return read_part(rows, start, stop) if piece is None else piece(start, stop)
+
+
+def read_part(rows: Any, start: int, stop: int) -> "Listed":
+    """The same, with the rows read now."""
+    return Listed([row_or_failed(rows, index) for index in range(start, stop)], _piece_of_places(rows, start, stop))
 
 
 def _piece_of_places(rows: Any, start: int, stop: int) -> Places | None:
@@ -45,7 +78,7 @@ def _piece_of_places(rows: Any, start: int, stop: int) -> Places | None:
 
 
 class Listed(Sequence[Any]):
-    """Rows in memory that remember where they come from."""
+    """Rows in memory that remember where they come from; `Failed` ones raise."""
 
     def __init__(self, rows: Sequence[Any], places: Places | None = None, skipped: Skipped | None = None) -> None:
         self._rows, self.places, self.skipped = rows, places, skipped
@@ -54,7 +87,10 @@ class Listed(Sequence[Any]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
+        row = self._rows[index]
+        if type(row) is Failed:
+            raise row.error
+        return row
 
     def part(self, start: int, stop: int) -> "Listed":
         return Listed(self._rows[start:stop], _piece_of_places(self, start, stop))
@@ -112,6 +148,10 @@ class Joined(Sequence[Any]):
     def places(self) -> Places | None:
         return joined_places(self._parts)
 
+    @property
+    def skipped(self) -> Skipped:
+        return sum((getattr(part, "skipped", None) or Skipped() for part in self._parts), Skipped())
+
     def __getitem__(self, index: Any) -> Any:
         which = int(np.searchsorted(self._stops, index, side="right"))
         return self._parts[which][int(index - (self._stops[which - 1] if which else 0))]
@@ -156,7 +196,7 @@ class Found(Sequence[Any]):
     def skipped(self) -> Skipped:
         return self._found()[2]
 
-    @property
+    @cached_property
     def places(self) -> Places | None:
         places = places_of(self._rows)
         return None if places is None else places.take(self._found()[0])

@@ -167,7 +167,7 @@ def append_sample(
         before = prompt.logprobs if prompt.logprobs is not None else np.zeros(len(prompt), np.float32)
         all_logprobs = np.concatenate([before, new])
     versions = [v for v in (prompt.weight_version, weight_version) if v is not None]
-    labels = prompt.labels if prompt.labels is not None else np.full(len(prompt), IGNORE_INDEX, np.int64)
+    labels = _labels(prompt)
     mask = prompt.completion_mask if prompt.completion_mask is not None else np.zeros(len(prompt), np.bool_)
     return InputFeature(
         input_ids=np.concatenate([prompt.input_ids, completion]),
@@ -193,7 +193,7 @@ def append_context(feature: InputFeature, tokens: Sequence[int]) -> InputFeature
     context = np.asarray(tokens, dtype=np.int64)
     size = len(context)
     zeros = np.zeros(size, np.float32)
-    labels = feature.labels if feature.labels is not None else np.full(len(feature), IGNORE_INDEX, np.int64)
+    labels = _labels(feature)
     mask = feature.completion_mask if feature.completion_mask is not None else np.zeros(len(feature), np.bool_)
     return InputFeature(
         input_ids=np.concatenate([feature.input_ids, context]),
@@ -206,6 +206,14 @@ def append_context(feature: InputFeature, tokens: Sequence[int]) -> InputFeature
         weight_version=feature.weight_version,
         user_data=dict(feature.user_data),
     )
+
+
+def _labels(feature: InputFeature) -> NDArray[np.int64]:
+    """The labels, or those that the completion mask stands for; a feature without either is a prompt, of which nothing is trained on."""
+    if feature.labels is not None:
+        return feature.labels
+    nothing = np.full(len(feature), IGNORE_INDEX, np.int64)
+    return nothing if feature.completion_mask is None else np.where(feature.completion_mask, feature.input_ids, nothing)
 
 
 def _continue_positions(feature: InputFeature, size: int) -> NDArray[np.int64] | None:

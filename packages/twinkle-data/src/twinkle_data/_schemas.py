@@ -11,6 +11,7 @@ text               'text'
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ._errors import FormatError
@@ -23,7 +24,7 @@ _ROLES = {
     **dict.fromkeys(("function", "observation", "tool_response", "function_response"), "tool"),
 }
 _CALLS = ("function_call", "tool_call")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning", "thinking")
 _PROMPTS, _COMPLETIONS = ("prompt",), ("completion", "response")
 _QUESTIONS, _ANSWERS = ("question", "problem", "query"), ("answer", "solution")
 
@@ -80,18 +81,23 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
     row = {"text": row} if isinstance(row, str) else row
     if not isinstance(row, Mapping):
         raise FormatError(f"a {type(row).__name__} cannot be made a conversation; map it to a Trajectory or to a mapping with 'messages'")
-    return _CONVERT[name](row, known)
+    try:
+        return _CONVERT[name](row, known)
+    except RecursionError:
+        raise FormatError("values are nested too deep") from None
 
 
 def _from_messages(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
     messages = _messages(_required(row, "messages"), "messages", roles)
-    return _trajectory(row, messages, used=("messages", "tools", "functions"))
+    return _trajectory(row, [*_system(row, messages), *messages], used=("messages", "system", "tools", "functions"))
 
 
 def _from_sharegpt(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
     field = "conversation" if row.get("conversations") is None and "conversation" in row else "conversations"
     turns = _list(_required(row, field), field)
-    first = turns[0] if turns else None
+    if not turns:
+        raise FormatError(f"{field} is empty; a conversation needs at least one message")
+    first = turns[0]
     if isinstance(first, Mapping) and "from" not in first and "role" in first:  # the field's name of one form, the turns of the other
         messages = _messages(turns, field, roles)
     else:
@@ -102,12 +108,20 @@ def _from_sharegpt(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajecto
 def _sharegpt_turn(turn: Any, field: str, roles: Mapping[str, str]) -> Message:
     if not isinstance(turn, Mapping):
         raise FormatError(f"{field} must be a mapping with 'from' and 'value', not {type(turn).__name__}")
-    speaker, value = _text(_required(turn, "from", field), f"{field}.from"), _text(_required(turn, "value", field), f"{field}.value")
-    role = _role(speaker, f"{field}.from", roles)
-    if speaker not in _CALLS:
-        return _message({"role": role, "content": value, "loss_weight": turn.get("weight")}, field)
-    calls = _json(value, f"{field}.value")
-    return _message({"role": role, "content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}, field)
+    speaker = _text(_required(turn, "from", field), f"{field}.from")
+    fields = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
+    fields["role"] = _role(speaker, f"{field}.from", roles)
+    if speaker in _CALLS:
+        if "tool_calls" in fields:
+            raise FormatError(f"{field} is a {speaker!r} turn and has 'tool_calls' besides; leave one of them out")
+        calls = _json(_text(_required(turn, "value", field), f"{field}.value"), f"{field}.value")
+        fields |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    elif turn.get("value") is None and fields.get("tool_calls"):
+        fields["content"] = None
+    else:
+        fields["content"] = _text(_required(turn, "value", field), f"{field}.value")
+    _rename(fields, field, "train", "loss")
+    return _message(fields, field)
 
 
 def _from_alpaca(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
@@ -145,14 +159,42 @@ def _from_preference(row: Mapping[str, Any], roles: Mapping[str, str]) -> Prefer
         if isinstance(answer, str) and not prompt:
             raise FormatError(f"{field} is a text and there is no 'prompt'; a pair has a prompt, or whole conversations as 'chosen' and 'rejected'")
         messages = _side(answer, field, "assistant", roles)
-        # Whole conversations may stand beside a prompt that they begin with.
-        messages = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
-        sides.append(Trajectory(messages=[*_system(row, messages), *messages], tools=_tools(row)))
-    return PreferencePair(chosen=sides[0], rejected=sides[1], user_data=_rest(row, used))
+        if prompt and not _is_whole(messages, prompt, field, str(name)):
+            messages = [*prompt, *messages]
+        sides.append(Trajectory(messages=[*_system(row, messages), *messages], tools=tools_of(row)))
+    return PreferencePair(chosen=sides[0], rejected=sides[1], user_data=_user_data(row, used))
+
+
+def _is_whole(messages: Sequence[Message], prompt: Sequence[Message], field: str, name: str) -> bool:
+    """Whether the side of a pair is a whole conversation with the prompt in it, not an answer that follows the prompt.
+
+    Raises:
+        FormatError: a conversation of its own without the prompt, so that nobody can tell which of the two is meant.
+    """
+    if messages[0].role in ("assistant", "tool"):
+        return False
+    system = messages[0].role in ("system", "developer") and prompt[0].role != messages[0].role
+    if _alike(messages[system : system + len(prompt)], prompt):
+        return True
+    # The prompt as a text is the question that is answered: the last one of several turns.
+    asked = [message for message in messages[:-1] if message.role == "user"]
+    if len(prompt) == 1 and asked and _alike(asked[-1:], prompt):
+        return True
+    raise FormatError(
+        f"{field} begins with a {messages[0].role!r} turn, so it is a whole conversation, but {name!r} is neither its beginning nor the last "
+        f"question in it: leave {name!r} out, or give the answers alone as 'chosen' and 'rejected'"
+    )
+
+
+def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether messages are the same but for spaces around their texts."""
+    return len(some) == len(others) and all(
+        replace(a, content=a.content.strip()) == replace(b, content=b.content.strip()) for a, b in zip(some, others, strict=True)
+    )
 
 
 def _from_text(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
-    raise FormatError("a row of plain text is no conversation; encode it with Dataset.encode_text, or map it to messages")
+    raise FormatError("a row of plain text is no conversation; encode it with Dataset.encode or Template.encode_text, or map it to messages")
 
 
 _CONVERT: dict[str, Callable[[Mapping[str, Any], Mapping[str, str]], Trajectory | PreferencePair]] = {
@@ -187,19 +229,24 @@ def _openai_turn(turn: Any, field: str, roles: Mapping[str, str]) -> Message:
     if content is None and not fields.get("tool_calls"):
         _required(turn, "content", field)
     fields["content"] = _parts(content, f"{field}.content") if isinstance(content, Sequence) and not isinstance(content, str) else content
-    for name in _REASONING:
-        if name != "reasoning_content" and name in fields:
-            fields["reasoning_content"] = fields.pop(name)
-    if "weight" in fields:  # OpenAI's fine-tuning format
-        fields["loss_weight"] = fields.pop("weight")
     return _message(fields, field)
 
 
+def _rename(fields: dict[str, Any], field: str, old: str, new: str) -> None:
+    if old in fields:
+        if new in fields:
+            raise FormatError(f"{field} has both {old!r} and {new!r}; leave one of them out")
+        fields[new] = fields.pop(old)
+
+
 def _message(fields: dict[str, Any], field: str) -> Message:
-    """A message of mapped fields; its errors name the field."""
-    if fields.get("loss_weight", 1) is None:
-        del fields["loss_weight"]
+    """A message of fields that are not null, the content aside; its errors name the field."""
+    for name in _REASONING:
+        _rename(fields, field, name, "reasoning_content")
+    _rename(fields, field, "weight", "loss_weight")  # OpenAI's fine-tuning format
     if fields.get("loss_weight") == 0 and fields["role"] == "assistant":
+        if fields.get("loss"):
+            raise FormatError(f"{field} has the weight 0 and loss=True; one of them is wrong")
         fields["loss"] = False
     known = Message.__dataclass_fields__
     if unknown := [key for key in fields if key not in known]:
@@ -239,27 +286,34 @@ def _exchange(question: str, answer: str) -> list[Message]:
 
 def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
     system = row.get("system")
-    if system is None or system == "" or messages[0].role == "system":
+    if system is None or system == "" or messages[0].role in ("system", "developer"):
         return []
     return [Message(role="system", content=_text(system, "system"))]
 
 
 def _trajectory(row: Mapping[str, Any], messages: Sequence[Message], used: Sequence[str]) -> Trajectory:
-    user_data = row["user_data"] if isinstance(row.get("user_data"), dict) else _rest(row, used)
-    return Trajectory(messages=messages, user_data=user_data, tools=_tools(row))
+    return Trajectory(messages=messages, user_data=_user_data(row, used), tools=tools_of(row))
 
 
-def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _user_data(row: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
+    """What the conversation does not use: the mapping in the field 'user_data', and all other fields."""
+    rest = {str(key): value for key, value in row.items() if key not in used}
+    if not isinstance(rest.get("user_data"), Mapping):
+        return rest
+    own = dict(rest.pop("user_data"))
+    if both := sorted(map(str, own.keys() & rest.keys())):
+        raise FormatError(f"the row has the fields {', '.join(map(repr, both))}, and its 'user_data' has them too; rename or remove one of each")
+    return {**rest, **own}
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tools that a row names, in OpenAI's form."""
     tools = row.get("tools")
     if tools is None and row.get("functions"):
         tools = [{"type": "function", "function": function} for function in _list(row["functions"], "functions")]
     if isinstance(tools, str):  # tables keep nested lists as JSON texts
         tools = _json(tools, "tools") if tools.strip() else []
     return _list(tools or [], "tools")
-
-
-def _rest(row: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
-    return {str(key): value for key, value in row.items() if key not in used}
 
 
 def _role(name: str, field: str, roles: Mapping[str, str]) -> str:
@@ -302,5 +356,7 @@ def _text(value: Any, field: str) -> str:
 def _json(text: str, field: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise FormatError(f"{field}: values are nested too deep") from None
     except ValueError as error:
         raise FormatError(f"{field} is not JSON: {error}") from None

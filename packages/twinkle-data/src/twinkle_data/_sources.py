@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from ._errors import DatasetError, MissingExtraError
-from ._jsonl import iterate_jsonl, load_jsonl, open_bytes, parse_json, parse_object
+from ._jsonl import READ_ERRORS, iterate_jsonl, load_jsonl, open_bytes, parse_json, parse_object, read_all
 from ._places import Places
-from ._rows import Joined, Listed
+from ._rows import Failed, Joined, Listed, row_or_failed
 from ._skipped import Skipped, warn_of_skipped
+from ._tables import tool_rows
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
@@ -23,8 +24,11 @@ def rows_of(source: Any, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
     if isinstance(source, (str, Path)):
         parts = [_file_rows(path, lazy=lazy, skip_errors=skip_errors) for path in matching_files(source)]
         return parts[0] if len(parts) == 1 else Joined(parts)
+    source = tool_rows(source)
     if isinstance(source, Mapping):
         raise DatasetError("a mapping has no rows; give a list of rows")
+    if hasattr(source, "iloc"):  # a pandas table, whose brackets take columns
+        raise DatasetError(f"a {type(source).__name__} is no sequence of rows; give table.to_dict('records')")
     if isinstance(source, Sequence) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         return source
     if isinstance(source, Iterable):
@@ -56,14 +60,14 @@ def suffix_of(path: Path) -> str:
 
 def _file_rows(path: Path, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
     if path.is_dir():
-        return saved_rows(path)
+        return tool_rows(saved_rows(path))
     suffix = suffix_of(path)
     if not path.is_file():
         raise DatasetError(f"there is no file {str(path)!r}")
     if suffix in (".jsonl", ".ndjson"):
         return load_jsonl(path, lazy=lazy, skip_errors=skip_errors)
     if suffix == ".parquet":
-        return _hugging_face(path, lambda datasets: datasets.Dataset.from_parquet(str(path)))
+        return tool_rows(_hugging_face(path, lambda datasets: datasets.Dataset.from_parquet(str(path))))
     return _kept(path, _json_rows(path) if suffix == ".json" else _csv_rows(path, "\t" if suffix == ".tsv" else ","), skip_errors)
 
 
@@ -85,7 +89,7 @@ def _kept(path: Path, rows: Iterator[tuple[int, Any]], skip_errors: bool) -> Lis
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DatasetError]]:
     """The objects of a JSON list, or of the one list in a JSON object such as {"data": [...]}."""
     with open_bytes(path) as file:
-        value = parse_json(file.read(), path)
+        value = parse_json(read_all(file, path), path)
     if isinstance(value, dict):
         lists = {key: rows for key, rows in value.items() if isinstance(rows, list)}
         if len(lists) != 1:
@@ -121,6 +125,8 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
                 begins = reader.line_num + 1
         except UnicodeDecodeError as error:
             raise DatasetError(f"{path}: not UTF-8 ({error})") from error
+        except READ_ERRORS as error:
+            raise DatasetError(f"cannot read {str(path)!r}: {error}") from error
         except csv.Error as error:
             raise DatasetError(f"{path}, line {begins}: not valid CSV ({error})") from error
         finally:
@@ -165,17 +171,27 @@ def _one_split(what: object, loaded: Any) -> Any:
 
 
 def iterate_files(source: str | Path, first: int) -> Iterator[tuple[str, Any]]:
-    """Name and row of the rows of files, from row `first` on; of JSON lines no more than one row is held, and rows before are not parsed."""
+    """Name and row of the rows of files, from row `first` on; of JSON lines no more than one row is held, and rows before are not parsed.
+
+    In the place of a row that cannot be parsed stands `Failed`.
+    """
     index = 0
     for path in matching_files(source):
         if path.is_dir() or suffix_of(path) not in (".jsonl", ".ndjson"):
             rows = _file_rows(path, lazy=True, skip_errors=False)
             for at in range(max(0, first - index), len(rows)):
-                yield f"row {index + at}", rows[at]
+                yield f"row {index + at}", row_or_failed(rows, at)
             index += len(rows)
             continue
         for number, line in iterate_jsonl(path):
             if index >= first:
                 where = f"{path}, line {number}"
-                yield f"row {index} ({where})", parse_object(line, where)
+                yield f"row {index} ({where})", _parsed(line, where)
             index += 1
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return parse_object(line, where)
+    except DatasetError as error:
+        return Failed(error)

@@ -6,9 +6,11 @@ from typing import Any, overload
 
 from ._dataset import Dataset, mix_rows
 from ._errors import DatasetError
+from ._rows import Failed
+from ._sampler import check_seed, is_count
 from ._skipped import Skipped
 from ._sources import hub_rows
-from ._streams import Each, FileSource, Limited, Mixed, ObjectSource, Shuffled, Stage
+from ._streams import Each, FileSource, Limited, Mixed, ObjectSource, Shuffled, Stage, inner_state
 from ._template import Template
 from ._transforms import ConvertRows, EncodeRows, FilterRows, MapRows, OnError, Transform
 
@@ -41,21 +43,28 @@ class IterableDataset(Iterable[Any]):
         """Each row with a state, plain JSON: `iterate(state)` of the same stream gives what comes behind the row.
 
         Raises:
-            LoaderStateError: a state of a stream that was made otherwise.
+            LoaderStateError: a state of a stream that was made otherwise (other steps, seeds, sizes or weights), or a damaged one.
         """
-        return ((row, after) for _, row, after in self._stage.open(state))
+        settings = self._stage.settings
+        return self._rows(inner_state(state, settings), settings)
+
+    def _rows(self, state: Any, settings: str) -> Iterator[tuple[Any, Any]]:
+        for _, row, after in self._stage.open(state):
+            if isinstance(row, Failed):
+                raise row.error
+            yield row, {"stream": settings, "at": after}
 
     def map(self, fn: Callable[[Any], Any], *, on_error: OnError = "raise") -> "IterableDataset":
         """`fn(row)` of each; failures as in `Dataset.map`."""
-        return self._each(MapRows(fn), on_error)
+        return self._each(MapRows(fn), "map", on_error)
 
     def filter(self, fn: Callable[[Any], bool], *, on_error: OnError = "raise") -> "IterableDataset":
         """The rows for which `fn(row)` is true."""
-        return self._each(FilterRows(fn), on_error)
+        return self._each(FilterRows(fn), "filter", on_error)
 
     def conversations(self, schema: str | None = None, *, roles: Mapping[str, str] | None = None, on_error: OnError = "raise") -> "IterableDataset":
         """As `Dataset.conversations`."""
-        return self._each(ConvertRows(schema, roles), on_error)
+        return self._each(ConvertRows(schema, roles), "conversations", on_error)
 
     def encode(
         self,
@@ -67,31 +76,38 @@ class IterableDataset(Iterable[Any]):
         on_error: OnError = "raise",
     ) -> "IterableDataset":
         """As `Dataset.encode`."""
-        return self._each(EncodeRows(template, add_generation_prompt, schema, roles), on_error)
+        return self._each(EncodeRows(template, add_generation_prompt, schema, roles), "encode", on_error)
 
     def take(self, count: int) -> "IterableDataset":
         """The first rows."""
-        return _stream(Limited(self._stage, 0, count))
+        return _stream(Limited(self._stage, 0, _count("take", count)))
 
     def skip(self, count: int) -> "IterableDataset":
         """The rows behind the first `count`."""
-        return _stream(Limited(self._stage, count, None))
+        return _stream(Limited(self._stage, _count("skip", count), None))
 
     def shuffle(self, block: int = 10_000, seed: int = 0) -> "IterableDataset":
         """Blocks of so many rows, each in an order of its own; a block is held in memory."""
-        if block < 1:
-            raise DatasetError(f"shuffle: block is {block}; it must be at least 1")
+        if not is_count(block) or block < 1:
+            raise DatasetError(f"shuffle: block is {block!r}; it must be a whole number, at least 1")
+        check_seed(seed)
         return _stream(Shuffled(self._stage, block, seed))
 
     @property
     def skipped(self) -> Skipped:
-        """What the last step has left out so far because of `on_error='skip'`."""
-        return getattr(self._stage, "skipped", Skipped())
+        """What all steps have left out so far because of `on_error='skip'`, in the latest pass."""
+        return self._stage.skipped
 
-    def _each(self, transform: Transform, on_error: str) -> "IterableDataset":
+    def _each(self, transform: Transform, what: str, on_error: str) -> "IterableDataset":
         if on_error not in ("raise", "skip"):
             raise DatasetError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
-        return _stream(Each(self._stage, transform.look, on_error == "skip"))
+        return _stream(Each(self._stage, transform.look, what, on_error == "skip"))
+
+
+def _count(what: str, count: Any) -> int:
+    if not is_count(count):
+        raise DatasetError(f"{what}: the number of rows is {count!r}; it must be a whole number, at least 0")
+    return count
 
 
 def _stream(stage: Stage) -> IterableDataset:
@@ -120,11 +136,15 @@ def mix(
     Raises:
         DatasetError: no datasets, as many weights as datasets are needed, a weight that is not above zero, an empty dataset.
     """
-    shares = [1.0] * len(datasets) if weights is None else [float(weight) for weight in weights]
+    try:
+        shares = [1.0] * len(datasets) if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise DatasetError(f"mix: weights is {weights!r:.200}; it must be a list of numbers") from None
     if not datasets or len(shares) != len(datasets) or not all(0 < share < float("inf") for share in shares):
         raise DatasetError(f"mix: {len(datasets)} datasets with the weights {shares}; there must be one weight above zero for each")
     if stop not in ("first", "all"):
         raise DatasetError(f"mix: stop is {stop!r}; it must be 'first' or 'all'")
+    check_seed(seed)
     rows = [dataset for dataset in datasets if isinstance(dataset, Dataset)]
     if len(rows) == len(datasets):
         return mix_rows(rows, shares, seed, stop)

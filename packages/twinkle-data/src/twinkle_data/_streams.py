@@ -12,14 +12,26 @@ from typing import Any, Protocol
 import numpy as np
 
 from ._errors import DataError, DatasetError, LoaderStateError
+from ._rows import Failed, row_or_failed
+from ._sampler import is_count
 from ._skipped import Skipped
-from ._sources import iterate_files
+from ._sources import iterate_files, tool_rows
 
 Item = tuple[object, Any, Any]
 
 
 class Stage(Protocol):
-    """A stage."""
+    """A stage. In the place of a row that cannot be had stands `Failed`: a later stage may leave it out, else whoever reads the stream raises it."""
+
+    @property
+    def settings(self) -> str:
+        """What the stage and those before it do, in words: a state belongs to one of these."""
+        ...
+
+    @property
+    def skipped(self) -> Skipped:
+        """What this stage and those before it have left out since they were opened last."""
+        ...
 
     def open(self, state: Any) -> Iterator[Item]:
         """The items behind a state."""
@@ -29,11 +41,14 @@ class Stage(Protocol):
 class FileSource:
     """Rows of files, in order. State: how many were read."""
 
+    settings = "files"
+    skipped = Skipped()
+
     def __init__(self, source: str | Path) -> None:
         self._source = source
 
     def open(self, state: Any) -> Iterator[Item]:
-        first = whole_number(state, "a file's position")
+        first = whole_number(state)
         for index, (name, row) in enumerate(iterate_files(self._source, first), start=first + 1):
             yield name, row, index
 
@@ -41,15 +56,18 @@ class FileSource:
 class ObjectSource:
     """Rows of an iterable, a sequence, or what a function returns. State: how many were read; those before are passed over."""
 
+    settings = "rows"
+    skipped = Skipped()
+
     def __init__(self, source: Iterable[Any] | Callable[[], Any]) -> None:
         self._source = source
         self._opened = False
 
     def open(self, state: Any) -> Iterator[Item]:
-        first = whole_number(state, "a stream's position")
-        rows: Any = self._source() if callable(self._source) else self._source
+        first = whole_number(state)
+        rows: Any = tool_rows(self._source() if callable(self._source) else self._source)
         if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
-            behind: Iterator[Any] = (rows[index] for index in range(first, len(rows)))
+            behind: Iterator[Any] = (row_or_failed(rows, index) for index in range(first, len(rows)))
         else:
             if isinstance(rows, Iterator) and self._opened and not callable(self._source):
                 raise DatasetError("this stream was made from an iterator, which can be read only once; give a function that returns a new one")
@@ -62,26 +80,41 @@ class ObjectSource:
 class Each:
     """fn(name, row) -> list of what stands in a row's place: none, one or several. State: [the source's before the row, how many were given].
 
-    With `skip_errors`, a row for which fn raises a DataError is left out and counted.
+    A row for which fn raises a DataError has failed. With `skip_errors`, rows that have failed here or before are left out and counted.
     """
 
-    def __init__(self, source: Stage, fn: Callable[[object, Any], Sequence[Any]], skip_errors: bool = False) -> None:
-        self._source, self._fn, self._skip_errors = source, fn, skip_errors
-        self.skipped = Skipped()
+    def __init__(self, source: Stage, fn: Callable[[object, Any], Sequence[Any]], what: str, skip_errors: bool = False) -> None:
+        self._source, self._fn, self._what, self._skip_errors = source, fn, what, skip_errors
+        self._skipped = Skipped()
+
+    @property
+    def settings(self) -> str:
+        return f"{self._source.settings} > {self._what}"
+
+    @property
+    def skipped(self) -> Skipped:
+        return self._source.skipped + self._skipped
 
     def open(self, state: Any) -> Iterator[Item]:
-        before, given = pair_of(state, [None, 0])
+        before, given = _pair(state)
+        self._skipped = Skipped()
         for name, row, after in self._source.open(before):
-            try:
-                results = self._fn(name, row)
-            except DataError as error:
-                if not self._skip_errors:
-                    raise
-                self.skipped += Skipped(count=1, reasons=(str(error),))
-                results = ()
+            results = self._results(name, row)
             for count, result in enumerate(results[given:], start=given + 1):
                 yield name, result, [after, 0] if count == len(results) else [before, count]
             before, given = after, 0
+
+    def _results(self, name: object, row: Any) -> Sequence[Any]:
+        failed = row
+        if not isinstance(row, Failed):
+            try:
+                return self._fn(name, row)
+            except DataError as error:
+                failed = Failed(error)
+        if not self._skip_errors:
+            return (failed,)
+        self._skipped += Skipped(count=1, reasons=(str(failed.error),))
+        return ()
 
 
 class Limited:
@@ -90,8 +123,16 @@ class Limited:
     def __init__(self, source: Stage, first: int, stop: int | None) -> None:
         self._source, self._first, self._stop = source, first, stop
 
+    @property
+    def settings(self) -> str:
+        return f"{self._source.settings} > rows {self._first} to {'the end' if self._stop is None else self._stop}"
+
+    @property
+    def skipped(self) -> Skipped:
+        return self._source.skipped
+
     def open(self, state: Any) -> Iterator[Item]:
-        before, read = pair_of(state, [None, 0])
+        before, read = _pair(state)
         if self._stop is not None and read >= self._stop:
             return
         for index, (name, row, after) in enumerate(self._source.open(before), start=read):
@@ -107,8 +148,17 @@ class Shuffled:
     def __init__(self, source: Stage, block: int, seed: int) -> None:
         self._source, self._block, self._seed = source, block, seed
 
+    @property
+    def settings(self) -> str:
+        return f"{self._source.settings} > shuffle(block={self._block}, seed={self._seed})"
+
+    @property
+    def skipped(self) -> Skipped:
+        return self._source.skipped
+
     def open(self, state: Any) -> Iterator[Item]:
-        before, number, given = (None, 0, 0) if state is None else state
+        before, number, given = (None, 0, 0) if state is None else _parts(state, 3)
+        number, given = whole_number(number), whole_number(given)
         source = self._source.open(before)
         while block := list(islice(source, self._block)):
             after = block[-1][2]
@@ -128,8 +178,19 @@ class Mixed:
     def __init__(self, sources: Sequence[Stage], weights: Sequence[float], seed: int, stop: str) -> None:
         self._sources, self._weights, self._seed, self._stop = list(sources), weights, seed, stop
 
+    @property
+    def settings(self) -> str:
+        sources = ", ".join(source.settings for source in self._sources)
+        return f"mix({sources}; weights={list(self._weights)}, seed={self._seed}, stop={self._stop!r})"
+
+    @property
+    def skipped(self) -> Skipped:
+        return sum((source.skipped for source in self._sources), Skipped())
+
     def open(self, state: Any) -> Iterator[Item]:
-        states, ended, draws = ([None] * len(self._sources), [False] * len(self._sources), 0) if state is None else map(_copied, state)
+        size = len(self._sources)
+        states, ended, draws = ([None] * size, [False] * size, 0) if state is None else _parts(state, 3)
+        states, ended, draws = _parts(states, size), _parts(ended, size), whole_number(draws)
         opened = [source.open(at) for source, at in zip(self._sources, states, strict=True)]
         for which in drawn(self._weights, self._seed, draws):
             item = next(opened[which], None)
@@ -145,10 +206,6 @@ class Mixed:
             yield name, row, [list(states), list(ended), draws]
 
 
-def _copied(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
-
-
 def drawn(weights: Sequence[float], seed: int, first: int = 0) -> Iterator[int]:
     """Without end: indices drawn by weight, from draw `first` on. Draw i depends on the seed and i alone."""
     size = 4096
@@ -160,19 +217,39 @@ def drawn(weights: Sequence[float], seed: int, first: int = 0) -> Iterator[int]:
         block, offset = block + 1, 0
 
 
-def whole_number(state: Any, what: str) -> int:
-    """A source's state; None is 0."""
+def inner_state(state: Any, settings: str) -> Any:
+    """The state of a stage, of what was saved of a stream with these settings.
+
+    Raises:
+        LoaderStateError: it was saved of another stream.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, dict) or state.keys() != {"stream", "at"}:
+        raise LoaderStateError(f"{state!r:.200} does not tell the stream that it belongs to, so nobody can go on from it; begin anew")
+    if state["stream"] != settings:
+        raise LoaderStateError(
+            f"the state belongs to the stream {state['stream']!r}, this one is {settings!r}; make the stream as it was, or begin anew"
+        )
+    return state["at"]
+
+
+def whole_number(state: Any) -> int:
+    """A count in a state; None is 0."""
     if state is None:
         return 0
-    if isinstance(state, bool) or not isinstance(state, int) or state < 0:
-        raise LoaderStateError(f"{state!r} is not {what}: it belongs to a stream that was made otherwise")
+    if not is_count(state):
+        raise LoaderStateError(f"the stream's saved state is damaged: {state!r:.200} stands where a count should")
     return state
 
 
-def pair_of(state: Any, start: list[Any]) -> list[Any]:
-    """A stage's state of two parts."""
-    if state is None:
-        return start
-    if not isinstance(state, list) or len(state) != 2 or not isinstance(state[1], int):
-        raise LoaderStateError(f"{state!r} belongs to a stream that was made otherwise")
-    return state
+def _parts(state: Any, size: int) -> list[Any]:
+    """A copy of a list of so many entries."""
+    if not isinstance(state, list) or len(state) != size:
+        raise LoaderStateError(f"the stream's saved state is damaged: {state!r:.200} stands where a list of {size} should")
+    return list(state)
+
+
+def _pair(state: Any) -> tuple[Any, int]:
+    before, count = (None, 0) if state is None else _parts(state, 2)
+    return before, whole_number(count)

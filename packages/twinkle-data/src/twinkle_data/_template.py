@@ -12,7 +12,7 @@ import numpy as np
 
 from ._errors import DataError, FormatError, MissingExtraError, SequenceTooLongError, TemplateError
 from ._formats import IGNORE_INDEX, InputFeature
-from ._messages import Message, PreferencePair, Trajectory
+from ._messages import Message, PreferencePair, Trajectory, check_unicode
 from ._rendering import ChatRenderer
 from ._sampling import append_context
 from ._skeletons import Span
@@ -140,12 +140,14 @@ class Template:
         self, trajectories: Sequence[Trajectory | Sequence[Message | Mapping[str, Any]]], add_generation_prompt: bool = False
     ) -> "list[list[InputFeature] | DataError]":
         """For each trajectory its features (one; none or several as `truncation` says), or the error that it failed with."""
-        results: list[list[InputFeature] | DataError] = []
-        for feature in self._encoded(list(map(self._trajectory, trajectories)), add_generation_prompt):
+        results: list[list[InputFeature] | DataError] = [self._trajectory_or_error(one) for one in trajectories]  # pyright: ignore[reportAssignmentType]
+        good = [index for index, one in enumerate(results) if isinstance(one, Trajectory)]
+        encoded = self._encoded([results[index] for index in good], add_generation_prompt)  # pyright: ignore[reportArgumentType]
+        for index, feature in zip(good, encoded, strict=True):
             try:
-                results.append(feature if isinstance(feature, DataError) else self._fit(feature))
+                results[index] = feature if isinstance(feature, DataError) else self._fit(feature)
             except SequenceTooLongError as error:
-                results.append(error)
+                results[index] = error
         return results
 
     def encode_pair(self, pair: PreferencePair) -> tuple[InputFeature, InputFeature]:
@@ -155,21 +157,29 @@ class Template:
         """
         common = pair.num_common_messages
         sides: list[InputFeature] = []
-        for side in (pair.chosen, pair.rejected):
+        for name in ("chosen", "rejected"):
+            side: Trajectory = getattr(pair, name)
             context = [replace(message, loss=False) if message.role == "assistant" else message for message in side.messages[:common]]
             user_data = {**pair.user_data, **side.user_data}
-            sides.append(self.encode(Trajectory(messages=[*context, *side.messages[common:]], user_data=user_data, tools=side.tools)))
+            try:
+                sides.append(self.encode(Trajectory(messages=[*context, *side.messages[common:]], user_data=user_data, tools=side.tools)))
+            except SequenceTooLongError as error:
+                advice = ", and a pair cannot be split: set truncation to 'left', 'right' or 'drop'" if self.truncation == "split" else ""
+                raise SequenceTooLongError(f"{name}: {error}{advice}") from error
         return sides[0], sides[1]
 
     def encode_text(self, text: str, user_data: Mapping[str, Any] | None = None) -> list[InputFeature]:
         """A plain text and the tokenizer's end token, every token trained on; one feature, or none or several as `truncation` says.
 
         Raises:
-            FormatError: an empty text.
+            FormatError: an empty text, no text, or one that no tokenizer can encode.
             SequenceTooLongError: more than `max_length` tokens, and truncation is 'error'.
         """
+        if not isinstance(text, str):
+            raise FormatError(f"a text must be a string, not {type(text).__name__} ({text!r:.40})")
         if not text:
             raise FormatError("the text is empty")
+        check_unicode("the text", text)
         end = self.tokenizer.eos_token_id
         input_ids = np.array([*self.tokenize(text), *([end] if isinstance(end, int) else [])], np.int64)
         return self._fit(InputFeature(input_ids=input_ids, labels=input_ids, user_data=dict(user_data or {})))
@@ -217,6 +227,12 @@ class Template:
             return trajectory
         return replace(trajectory, messages=(self._system, *trajectory.messages))
 
+    def _trajectory_or_error(self, trajectory: Any) -> "Trajectory | DataError":
+        try:
+            return self._trajectory(trajectory)
+        except DataError as error:
+            return error
+
     def _encoded(self, trajectories: Sequence[Trajectory], add_generation_prompt: bool) -> Iterator[InputFeature | DataError]:
         """Each trajectory as a feature of any length, or the error that it failed with."""
         batches = ([self._rendered(one, add_generation_prompt) for one in batch] for batch in _batches(trajectories))
@@ -260,6 +276,8 @@ class Template:
             text, spans = self._renderer.conversation(trajectory, add_generation_prompt)
         if not text:
             raise TemplateError("the chat template renders these messages as an empty text")
+        if not text.isascii():
+            check_unicode("the rendered text (of tools or calls, since the messages' own texts are checked before)", text)
         return _Rendered(text=text, spans=spans, trajectory=trajectory)
 
     def _feature(self, rendered: _Rendered, tokens: list[int], add_generation_prompt: bool) -> InputFeature:

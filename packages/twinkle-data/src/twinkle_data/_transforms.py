@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ._cache import cached_rows, keep_rows
-from ._errors import DataError, DatasetError
+from ._errors import DataError, DatasetError, SequenceTooLongError
 from ._fingerprint import fingerprint, rows_fingerprint
 from ._messages import PreferencePair, Trajectory
 from ._places import Places, places_of
@@ -121,13 +121,21 @@ class EncodeRows:
                     continue
                 found = to_conversation(row, self.schema, self.roles)
                 if isinstance(found, PreferencePair):
-                    results[index] = (self.template.encode_pair(found),)
+                    results[index] = self._pair(found)
                 else:
                     conversations[index] = found
             except DataError as error:
                 results[index] = error
         results.update(zip(conversations, self.template.encode_each(list(conversations.values()), self.add_generation_prompt), strict=True))
         return [_named(names[index], results[index]) for index in range(len(rows))]
+
+    def _pair(self, pair: PreferencePair) -> Sequence[Any]:
+        try:
+            return (self.template.encode_pair(pair),)
+        except SequenceTooLongError:
+            if self.template.truncation != "drop":
+                raise
+            return ()
 
     def _text(self, row: Any) -> Sequence[Any]:
         if isinstance(row, str):
