@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import pickle
+import threading
 from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property, partial, partialmethod, singledispatchmethod
@@ -23,6 +24,7 @@ import numpy as np
 from ._errors import DatasetError
 from ._module_sources import module_digest
 
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 
 
@@ -113,6 +115,8 @@ class _Digest:
             self._all([value.__func__, value.__self__])
         elif isinstance(value, BuiltinFunctionType) or (isinstance(value, (type, FunctionType)) and _package(value) != self._home):
             self._text(value.__module__, value.__qualname__, module_digest(value.__module__ or ""))
+        elif isinstance(value, FunctionType) and hasattr(value, "registry") and hasattr(value, "dispatch"):  # functools.singledispatch
+            self._all(item for pair in value.registry.items() for item in pair)  # pyright: ignore[reportFunctionMemberAccess]
         elif isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
             used = {name: value.__globals__[name] for name in sorted(_names(value.__code__)) if name in value.__globals__}
@@ -124,8 +128,14 @@ class _Digest:
             self._add(value.__func__)
         elif isinstance(value, property):
             self._all([value.fget, value.fset, value.fdel])
-        elif isinstance(value, (cached_property, partialmethod, singledispatchmethod)):
-            self._add(vars(value))
+        elif isinstance(value, cached_property):
+            self._add(value.func)
+        elif isinstance(value, partialmethod):
+            self._all([value.func, value.args, value.keywords])
+        elif isinstance(value, singledispatchmethod):
+            self._add(value.dispatcher)
+        elif isinstance(value, _LOCKS):
+            pass  # it holds nothing
         elif callable(wrapped := getattr(value, "__wrapped__", None)):  # lru_cache, and others that functools.wraps marks
             self._add(wrapped)
         else:
@@ -157,7 +167,7 @@ class _Digest:
 def _attributes(owner: type) -> dict[str, Any]:
     """What a class itself holds, without what Python or a library puts there."""
     if issubclass(owner, Enum):
-        return {**{name: member.value for name, member in owner.__members__.items()}, **_functions(owner)}
+        return {**{name: member.value for name, member in owner.__members__.items()}, **_own_methods(owner)}
     return {
         name: item
         for name, item in sorted(vars(owner).items())
@@ -165,8 +175,8 @@ def _attributes(owner: type) -> dict[str, Any]:
     }
 
 
-def _functions(owner: type) -> dict[str, Any]:
-    return {name: item for name, item in sorted(vars(owner).items()) if isinstance(item, _METHODS) and not name.startswith("_generate")}
+def _own_methods(owner: type) -> dict[str, Any]:
+    return {name: item for name, item in sorted(vars(owner).items()) if isinstance(item, _METHODS)}
 
 
 def _is_special(name: str) -> bool:

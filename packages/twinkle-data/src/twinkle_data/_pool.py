@@ -1,15 +1,17 @@
 """Work on rows in chunks, in this process or in several, with progress."""
 
+import math
 import os
 import pickle
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from typing import Any, NoReturn
 
 from ._errors import DataError, DatasetError, WorkerError
+from ._pipes import receive_message, send_message
 from ._rows import part
 
 Job = Callable[[Sequence[Any], int], Any]
@@ -63,6 +65,7 @@ def _in_processes(rows: Sequence[Any], job: Job, starts: range, step: int, *, wh
             process = context.Process(target=_serve, args=(theirs, packed), daemon=True)
             process.start()
             theirs.close()
+            os.set_blocking(ours.fileno(), False)  # a process that reads no more must not hold this one
             workers[ours] = process
         yield from _dispatch(rows, starts, step, workers, what, timeout_s)
     finally:
@@ -82,18 +85,29 @@ def _dispatch(rows: Sequence[Any], starts: range, step: int, workers: dict[Any, 
         # No more than a few chunks ahead of the one that is awaited: their results are held here.
         while given < min(len(starts), awaited + 4 * len(workers)) and (idle := next((pipe for pipe in workers if pipe not in busy), None)):
             start = starts[given]
-            _send(idle, workers[idle], (part(rows, start, min(start + step, len(rows))), start), what)
+            message = _packed_rows(part(rows, start, min(start + step, len(rows))), start, what)
+            try:
+                send_message(idle, message, time.monotonic() + timeout_s)
+            except TimeoutError:
+                raise WorkerError(f"{what}: a worker process did not take the rows from {start} on within {timeout_s:g} s") from None
+            except OSError:
+                _dead(workers[idle], what)
             busy[idle] = given
             given += 1
         sentinels = {process.sentinel: process for process in workers.values()}
         ready = connection.wait([*busy, *sentinels], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        try:
+            if not ready:
+                raise TimeoutError
+            for pipe in [item for item in ready if item in busy]:
+                done[busy[pipe]] = _receive(pipe, workers[pipe], what, deadline)
+                del busy[pipe]
+        except TimeoutError:
             first = starts[min(busy.values())]
             raise WorkerError(
                 f"{what}: no worker process finished a chunk within {timeout_s:g} s (the first awaited row is {first}); raise timeout_s"
-            )
-        for pipe in [item for item in ready if item in busy]:
-            done[busy.pop(pipe)] = _receive(pipe, workers[pipe], what)
+            ) from None
+        if any(item not in sentinels for item in ready):
             deadline = time.monotonic() + timeout_s
         for process in [sentinels[item] for item in ready if item in sentinels]:
             _dead(process, what)
@@ -103,17 +117,19 @@ def _dispatch(rows: Sequence[Any], starts: range, step: int, workers: dict[Any, 
             deadline = time.monotonic() + timeout_s
 
 
-def _send(pipe: Any, process: Any, message: Any, what: str) -> None:
+def _packed_rows(rows: Any, first: int, what: str) -> bytes:
     try:
-        pipe.send(message)
-    except (BrokenPipeError, ConnectionResetError):
-        _dead(process, what)
+        return pickle.dumps((rows, first), protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise DatasetError(f"{what}: the rows from {first} on cannot be sent to other processes ({error}); work with num_proc=1") from error
 
 
-def _receive(pipe: Any, process: Any, what: str) -> Any:
+def _receive(pipe: Any, process: Any, what: str, deadline: float) -> Any:
     try:
-        failed, value = pipe.recv()
-    except (EOFError, ConnectionResetError):
+        failed, value = pickle.loads(receive_message(pipe, process.sentinel, deadline))
+    except TimeoutError:
+        raise
+    except (EOFError, OSError):
         _dead(process, what)
     if failed:
         error, text = value
@@ -134,17 +150,38 @@ def _serve(pipe: Any, packed: bytes) -> None:
     # One core a process: the tokenizer's own threads would only compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     job: Any = None
+    parent = parent_process()
+    assert parent is not None
     while True:
         try:
-            rows, first = pipe.recv()
-        except EOFError:
+            rows, first = pickle.loads(receive_message(pipe, parent.sentinel, math.inf))
+        except (EOFError, OSError):
             return
         try:
             job = job or pickle.loads(packed)
-            answer = False, job(rows, first)
+            message = _packed_answer(job(rows, first))
         except Exception as error:  # whatever it is, it is raised where the rows are awaited
-            answer = True, (error if isinstance(error, DataError) else WorkerError(f"in a worker process: {error!r}"), traceback.format_exc())
-        pipe.send(answer)
+            message = _told(error)
+        send_message(pipe, message)
+
+
+def _packed_answer(answer: Any) -> bytes:
+    try:
+        return pickle.dumps((False, answer), protocol=5)
+    except Exception as error:  # pickling runs the rows' own code
+        raise DatasetError(f"the results cannot be sent from a worker process ({error}); return plain values, or work with num_proc=1") from error
+
+
+def _told(error: Exception) -> bytes:
+    text = traceback.format_exc()
+    if isinstance(error, DataError):
+        try:
+            message = pickle.dumps((True, (error, text)))
+            pickle.loads(message)
+            return message
+        except Exception:  # an error that does not travel: its text does
+            return pickle.dumps((True, (DatasetError(f"{type(error).__name__}: {error}"), text)))
+    return pickle.dumps((True, (WorkerError(f"in a worker process: {error!r}"), text)))
 
 
 class _ProgressLine:

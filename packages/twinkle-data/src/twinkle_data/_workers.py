@@ -7,15 +7,17 @@ import queue
 import signal
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from ._errors import DatasetError, LoaderTimeoutError, WorkerError
+from ._pipes import receive_message, send_message
 
 _SHOWN_CHARACTERS = 200
 
@@ -37,7 +39,7 @@ class WorkerPool:
     """
 
     def __init__(self, function: Callable[[Any], Any], num_workers: int, *, timeout_s: float, what: str) -> None:
-        if num_workers < 1 or not timeout_s > 0:
+        if not isinstance(timeout_s, (int, float)) or num_workers < 1 or not timeout_s > 0:
             raise DatasetError(f"{num_workers} workers with {timeout_s} s for a result: both must be above 0")
         self._function, self._num_workers, self._timeout_s, self._what = function, num_workers, timeout_s, what
         self._workers: list[_Worker] = []
@@ -102,16 +104,12 @@ class _Worker:
         who = f"{self._name} (process {self._process.pid})"
         shown = repr(task)
         shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
-        ready = wait([self._pipe, self._process.sentinel], timeout_s)
-        if not ready:
+        try:
+            good, value, text = pickle.loads(receive_message(self._pipe, self._process.sentinel, time.monotonic() + timeout_s))
+        except TimeoutError:
             raise LoaderTimeoutError(
                 f"{what} was not there after {timeout_s:g} s: {who} was working on {shown}; raise worker_timeout_s if it needs longer"
-            )
-        try:
-            # A process that it has started may hold the pipe open after its death.
-            if self._pipe not in ready and not self._pipe.poll():
-                raise EOFError
-            good, value, text = pickle.loads(self._pipe.recv_bytes())
+            ) from None
         except (EOFError, OSError):
             raise WorkerError(f"{who} {self._how_it_ended()} while it was working on {shown}{self._stacks()}") from None
         if good:
@@ -160,7 +158,7 @@ def _main(function: Callable[[Any], Any], parents_end: Connection, pipe: Connect
         except BaseException as error:  # told there
             message = _told(error)
         try:
-            pipe.send_bytes(message)
+            send_message(pipe, message)
         except OSError:
             os._exit(1)
 
