@@ -27,7 +27,6 @@ from twinkle_data import (
     concatenate,
     mix,
 )
-
 from twinkle_data._pipes import receive_message, send_message
 
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._errors import DatasetError
+from ._errors import DataError, DatasetError
 from ._places import Places
 from ._skipped import Skipped
 
@@ -21,25 +21,36 @@ class CachedRows(Sequence[Any]):
     """Rows that lie in a cache folder, each read when it is asked for. The folder is trusted: rows are pickles."""
 
     def __init__(self, folder: Path) -> None:
-        meta = json.loads((folder / "meta.json").read_text())
-        self._folder, self.fingerprint = folder, str(meta["fingerprint"])
-        self._stops: NDArray[np.int64] = np.load(folder / "stops.npy")
-        self.indices: NDArray[np.int64] = np.load(folder / "indices.npy")
-        self.skipped = Skipped(count=meta["skipped"], reasons=tuple(meta["reasons"]))
+        self._folder = folder
         self.places: Places | None = None
         self._file: tuple[int, IO[bytes]] | None = None
-        size = int(self._stops[-1]) if len(self._stops) else 0
-        if (folder / "rows.bin").stat().st_size != size:
-            raise DatasetError(f"the cached rows in {folder} are damaged; delete the folder, and they are made again")
+        try:
+            meta = json.loads((folder / "meta.json").read_text())
+            self.fingerprint = str(meta["fingerprint"])
+            self._stops: NDArray[np.int64] = np.load(folder / "stops.npy")
+            self.indices: NDArray[np.int64] = np.load(folder / "indices.npy")
+            self.skipped = Skipped(count=meta["skipped"], reasons=tuple(meta["reasons"]))
+            size = int(self._stops[-1]) if len(self._stops) else 0
+            sizes_fit = len(self._stops) == len(self.indices) and (folder / "rows.bin").stat().st_size == size
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise self._damaged() from error
+        if not sizes_fit:
+            raise self._damaged()
+
+    def _damaged(self) -> DatasetError:
+        return DatasetError(f"the cached rows in {self._folder} are damaged; delete the folder, and they are made again")
 
     def __len__(self) -> int:
         return len(self._stops)
 
     def __getitem__(self, index: Any) -> Any:
         start = int(self._stops[index - 1]) if index else 0
-        if self._file is None or self._file[0] != os.getpid():
-            self._file = (os.getpid(), (self._folder / "rows.bin").open("rb", buffering=0))
-        return pickle.loads(os.pread(self._file[1].fileno(), int(self._stops[index]) - start, start))
+        try:
+            if self._file is None or self._file[0] != os.getpid():
+                self._file = (os.getpid(), (self._folder / "rows.bin").open("rb", buffering=0))
+            return pickle.loads(os.pread(self._file[1].fileno(), int(self._stops[index]) - start, start))
+        except (OSError, EOFError, ValueError, IndexError, KeyError, pickle.UnpicklingError) as error:
+            raise self._damaged() from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
@@ -52,7 +63,11 @@ def cached_rows(cache_dir: Path, fingerprint: str) -> CachedRows | None:
 
 
 def keep_rows(cache_dir: Path, fingerprint: str, chunks: Iterable[Any]) -> CachedRows:
-    """Writes chunks (with `values`, `indices` and `skipped`) as they come, and gives the rows back. A folder appears whole or not at all."""
+    """Writes chunks (with `values`, `indices` and `skipped`) as they come, and gives the rows back. A folder appears whole or not at all.
+
+    Raises:
+        DatasetError: the folder cannot be written (a full disk, say), or a result cannot be pickled.
+    """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=cache_dir))
@@ -66,8 +81,19 @@ def keep_rows(cache_dir: Path, fingerprint: str, chunks: Iterable[Any]) -> Cache
             if not (cache_dir / fingerprint).is_dir():  # else another process was first, with the same rows
                 raise
         return CachedRows(cache_dir / fingerprint)
+    except DataError:
+        raise
+    except OSError as error:
+        raise DatasetError(f"cannot write to cache_dir {str(cache_dir)!r}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise DatasetError(f"a {type(value).__name__} cannot be kept in cache_dir ({error}); return plain values, or work without it") from error
 
 
 def _write(folder: Path, fingerprint: str, chunks: Iterable[Any]) -> None:
@@ -75,7 +101,7 @@ def _write(folder: Path, fingerprint: str, chunks: Iterable[Any]) -> None:
     with (folder / "rows.bin").open("wb") as file:
         for chunk in chunks:
             for value in chunk.values:
-                at += file.write(pickle.dumps(value, protocol=5))
+                at += file.write(_pickled(value))
                 stops.append(at)
             indices += chunk.indices
             skipped += chunk.skipped

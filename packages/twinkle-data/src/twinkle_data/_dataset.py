@@ -100,6 +100,8 @@ class Dataset(Sequence[Any]):
 
     def inspect(self, *, limit: int | None = 1000) -> SchemaReport:
         """Which forms of chat data the rows have, which fields, and what does not fit. Looks at the first `limit` rows; None: at all."""
+        if limit is not None:
+            check_whole("inspect: limit", limit, 0)
         return report_schema(self._rows, limit)
 
     def map(

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 from ._errors import DatasetError, FormatError, SequenceTooLongError
 from ._formats import InputFeature
 from ._packed import cut
+from ._sampler import check_whole
 
 TooLong = Literal["error", "drop", "left", "right", "split"]
 
@@ -22,8 +23,7 @@ class Fitting:
     """
 
     def __init__(self, max_length: int, too_long: TooLong) -> None:
-        if max_length < 1:
-            raise DatasetError(f"max_length is {max_length}; it must be at least 1")
+        check_whole("max_length", max_length, 1)
         if too_long not in get_args(TooLong):
             raise DatasetError(f"too_long is {too_long!r}; it must be one of {', '.join(map(repr, get_args(TooLong)))}")
         self.max_length, self.too_long = max_length, too_long

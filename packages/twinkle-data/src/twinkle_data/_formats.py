@@ -5,6 +5,7 @@ Shape suffix: T tokens of a sequence.
 """
 
 import math
+import numbers
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,8 +118,9 @@ class InputFeature:
                 raise FormatError(
                     f"InputFeature.{name}[0] is {value[0]}, but nothing precedes token 0: {name}[t] belongs to input_ids[t], index 0 is 0"
                 )
-        if not isinstance(self.temperature, (int, float)) or not math.isfinite(self.temperature) or self.temperature <= 0:
+        if not is_number(self.temperature) or self.temperature <= 0:
             raise FormatError(f"InputFeature.temperature must be a finite number above 0, not {self.temperature!r}")
+        object.__setattr__(self, "temperature", float(self.temperature))
         check_user_data("InputFeature", self.user_data)
 
     def __len__(self) -> int:
@@ -132,6 +134,11 @@ class InputFeature:
         return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one finite number, of Python's or numpy's."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from ._errors import DatasetError
 from ._packing import PackingDataset
 from ._packing_stream import IterablePackingDataset
 from ._row_streams import RowStream, is_stream
-from ._sampler import DeviceMeshSampler
+from ._sampler import DeviceMeshSampler, check_whole
 
 Balance = Literal["auto", "tokens", "cost"]
 
@@ -74,8 +74,8 @@ class DataLoader:
     ) -> None:
         rows: Any = dataset() if callable(dataset) and not isinstance(dataset, Iterable) and not is_stream(dataset) else dataset
         slices = device_mesh is not None and device_mesh.data_world_size > 1 and current_runtime().slices_in_loader
-        if num_workers < 0 or (num_workers and prefetch_batches < 1):
-            raise DatasetError(f"num_workers is {num_workers}, prefetch_batches {prefetch_batches}: at least 0 and 1")
+        check_whole("num_workers", num_workers, 0)
+        check_whole("prefetch_batches", prefetch_batches, 1 if num_workers else 0)
         ahead = {"num_workers": num_workers, "prefetch_batches": prefetch_batches, "timeout_s": worker_timeout_s}
         self._lock = threading.Lock()
         self._resumed = False

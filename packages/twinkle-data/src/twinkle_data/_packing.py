@@ -13,6 +13,7 @@ from ._dataset import Dataset
 from ._errors import DatasetError
 from ._fitting import Fitting, TooLong, checked_feature
 from ._packed import PackedFeature
+from ._sampler import check_seed, check_whole
 from ._workers import WorkerPool
 
 _ROWS_A_TASK = 256
@@ -54,6 +55,8 @@ class PackingDataset(Dataset):
         num_workers: int = 0,
         worker_timeout_s: float = 600.0,
     ) -> None:
+        check_seed(seed)
+        check_whole("num_workers", num_workers, 0)
         rows = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         fitting = Fitting(max_length, too_long)
         known = _read_lengths(rows, num_workers, worker_timeout_s) if lengths is None else np.asarray(lengths, np.int64)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from ._bins import pack_lengths
-from ._errors import DatasetError, LoaderStateError
+from ._errors import LoaderStateError
 from ._fitting import Fitting, TooLong, checked_feature
 from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream, as_stream
-from ._sampler import check_counts, check_state, is_count
+from ._sampler import check_counts, check_seed, check_state, check_whole, is_count
 
 # A sequence that finds no partners goes out in a pack that is not full after so many windows, so that none waits for ever, and resuming
 # reads no further back.
@@ -62,8 +62,8 @@ class IterablePackingDataset:
         too_long: TooLong = "error",
         seed: int = 0,
     ) -> None:
-        if window < 1:
-            raise DatasetError(f"window is {window}; it must be at least 1")
+        check_whole("window", window, 1)
+        check_seed(seed)
         self._source, self._fitting, self._window, self._seed = as_stream(dataset), Fitting(max_length, too_long), window, seed
 
     def __iter__(self) -> Iterator[PackedFeature]:

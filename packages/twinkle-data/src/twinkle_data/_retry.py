@@ -1,15 +1,16 @@
 """Prompts whose completions all have one reward teach nothing; they are replaced, or tried again (dynamic sampling of DAPO, arXiv 2503.14476)."""
 
-import math
-import numbers
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ._errors import DatasetError, LoaderStateError, NoSignalError
+from ._formats import is_number
 from ._loader import DataLoader
-from ._sampler import check_state
+from ._sampler import check_state, check_whole
 from ._sampling import SampleResponse
 
 
@@ -63,8 +64,7 @@ class RetrySampler:
         when_short: str = "error",
     ) -> None:
         for name, value in (("batch_size", batch_size), ("max_rounds", max_rounds), ("max_attempts", max_attempts)):
-            if value < 1:
-                raise DatasetError(f"{name} is {value}; it must be at least 1")
+            check_whole(name, value, 1)
         if when_short not in ("error", "give"):
             raise DatasetError(f"when_short is {when_short!r}; it must be 'error' or 'give'")
         self._loader, self._sample, self._reward = prompts, sample, reward
@@ -159,7 +159,7 @@ class RetrySampler:
         if len(rewards) != sum(len(response.sequences) for response in responses):
             raise DatasetError(f"reward returned {len(rewards)} numbers for {sum(len(response.sequences) for response in responses)} sequences")
         for reward in rewards:
-            if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+            if not is_number(reward) and not isinstance(reward, (bool, np.bool_)):
                 raise DatasetError(f"reward returned {reward!r}; a reward is a finite number")
         groups: list[PromptGroup] = []
         start = 0

@@ -147,8 +147,8 @@ def check_smallest(smallest: int, batch_size: int, min_batch_size: int | None, m
     Raises:
         DatasetError: see `DeviceMeshSampler`.
     """
-    if min_batch_size is not None and not 1 <= min_batch_size <= batch_size:
-        raise DatasetError(f"min_batch_size is {min_batch_size}; it must lie between 1 and batch_size, {batch_size}, or be None")
+    if min_batch_size is not None and (not is_count(min_batch_size) or not 1 <= min_batch_size <= batch_size):
+        raise DatasetError(f"min_batch_size is {min_batch_size!r}; it must lie between 1 and batch_size, {batch_size}, or be None")
     fewest = max(smallest, min_batch_size or 0)
     if mesh is not None and fewest < mesh.data_world_size:
         what = "batch_size is" if fewest == batch_size else "the last batch of an epoch has"

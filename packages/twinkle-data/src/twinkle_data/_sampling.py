@@ -1,8 +1,7 @@
 """What a sampler takes and returns, and what a trainer returns."""
 
-import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._errors import FormatError
-from ._formats import IGNORE_INDEX, InputFeature, StopReason
+from ._formats import IGNORE_INDEX, InputFeature, StopReason, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,29 +44,34 @@ class SamplingParams:
     logprobs: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str) and name == "stop":
+                value = (value,)
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                raise FormatError(f"SamplingParams.{name} is {value!r}; it must be a list, () for none")
+            object.__setattr__(self, name, tuple(value))
         checks = {
             "max_tokens": (self.max_tokens is None or (_is_whole(self.max_tokens) and self.max_tokens >= 1), "None or a whole number, at least 1"),
-            "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a finite number, at least 0"),
-            "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            "temperature": (is_number(self.temperature) and self.temperature >= 0, "a finite number, at least 0"),
+            "top_p": (is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (_is_whole(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "-1 (all) or a whole number, at least 1"),
-            "min_p": (_is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
+            "min_p": (is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
             "seed": (self.seed is None or _is_whole(self.seed), "None or a whole number"),
             "stop": (all(isinstance(text, str) and text for text in self.stop), "non-empty strings"),
+            "stop_token_ids": (all(map(_is_whole, self.stop_token_ids)), "whole numbers"),
             "num_samples": (_is_whole(self.num_samples) and self.num_samples >= 1, "a whole number, at least 1"),
         }
         for name, (holds, rule) in checks.items():
             if not holds:
                 raise FormatError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {rule}")
+        for name, kind in (("temperature", float), ("top_p", float), ("min_p", float)):  # plain numbers, of numpy's too
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,8 @@ class SampledSequence:
     new_input_feature: InputFeature
 
     def __post_init__(self) -> None:
+        if wrong := [token for token in self.tokens if not _is_whole(token)]:
+            raise FormatError(f"SampledSequence.tokens holds {wrong[0]!r}; tokens are whole numbers")
         if self.logprobs and len(self.logprobs) != len(self.tokens):
             raise FormatError(f"SampledSequence has {len(self.tokens)} tokens but {len(self.logprobs)} logprobs")
         if self.stop_reason not in ("stop", "length"):
@@ -149,7 +155,7 @@ def append_sample(
     Raises:
         FormatError: no token; log-probabilities of another length; a temperature that differs from that of earlier sampled turns.
     """
-    completion = np.asarray(tokens, dtype=np.int64)
+    completion = _tokens("append_sample", tokens)
     if completion.ndim != 1 or completion.size == 0:
         raise FormatError("append_sample needs at least one sampled token")
     size = len(completion)
@@ -190,7 +196,9 @@ def append_context(feature: InputFeature, tokens: Sequence[int]) -> InputFeature
     Raises:
         FormatError: tokens that are not a flat list of integers.
     """
-    context = np.asarray(tokens, dtype=np.int64)
+    context = _tokens("append_context", tokens)
+    if context.ndim != 1:
+        raise FormatError(f"append_context needs a flat list of tokens, not an array of shape {context.shape}")
     size = len(context)
     zeros = np.zeros(size, np.float32)
     labels = _labels(feature)
@@ -206,6 +214,16 @@ def append_context(feature: InputFeature, tokens: Sequence[int]) -> InputFeature
         weight_version=feature.weight_version,
         user_data=dict(feature.user_data),
     )
+
+
+def _tokens(what: str, tokens: Any) -> NDArray[np.int64]:
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:
+        raise FormatError(f"{what} needs a flat list of tokens: {error}") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise FormatError(f"{what} needs whole numbers as tokens, not {array.dtype}")
+    return array.astype(np.int64)
 
 
 def _labels(feature: InputFeature) -> NDArray[np.int64]:

@@ -292,6 +292,11 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message
 
 
 def _trajectory(row: Mapping[str, Any], messages: Sequence[Message], used: Sequence[str]) -> Trajectory:
+    if isinstance(row.get("label"), bool):
+        raise FormatError(
+            f"'label' is {row['label']}: the row says whether its answer is wanted (unpaired preferences, KTO), which no form here does; "
+            "keep the rows whose answer is, and leave the field out"
+        )
     return Trajectory(messages=messages, user_data=_user_data(row, used), tools=tools_of(row))
 
 

@@ -27,8 +27,6 @@ def rows_of(source: Any, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
     source = tool_rows(source)
     if isinstance(source, Mapping):
         raise DatasetError("a mapping has no rows; give a list of rows")
-    if hasattr(source, "iloc"):  # a pandas table, whose brackets take columns
-        raise DatasetError(f"a {type(source).__name__} is no sequence of rows; give table.to_dict('records')")
     if isinstance(source, Sequence) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         return source
     if isinstance(source, Iterable):

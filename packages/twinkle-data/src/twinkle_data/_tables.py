@@ -7,13 +7,23 @@ model would be taught to write them. A null that was meant cannot be told from t
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ._errors import DatasetError
+
 _TOOLS = ("tools", "functions")
 _CALLS = ("tool_calls", "function_call")
 
 
 def tool_rows(source: Any) -> Any:
-    """The source itself, or, of the datasets library's, its rows without null keys in tools and tool calls."""
-    if not type(source).__module__.startswith("datasets.") or isinstance(source, Mapping):
+    """The source itself, or, of the datasets library's, its rows without null keys in tools and tool calls.
+
+    Raises:
+        DatasetError: a table of another library, whose brackets take columns.
+    """
+    home = type(source).__module__.partition(".")[0]
+    for library, call in (("pandas", "to_dict('records')"), ("pyarrow", "to_pylist()"), ("polars", "to_dicts()")):
+        if home == library and hasattr(source, call.partition("(")[0]):
+            raise DatasetError(f"a {type(source).__name__} is no sequence of rows; give its .{call}")
+    if home != "datasets" or isinstance(source, Mapping):
         return source
     return _Indexed(source) if hasattr(source, "__getitem__") and hasattr(source, "__len__") else _Streamed(source)
 
