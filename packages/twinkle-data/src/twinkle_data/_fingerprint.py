@@ -91,7 +91,7 @@ class _Digest:
         elif type(value) in (list, tuple):
             self._all(value)
         elif type(value) in (set, frozenset):
-            self._text(*sorted(fingerprint(item) for item in value))
+            self._text(*sorted(fingerprint(item) for item in value))  # pyright: ignore[reportGeneralTypeIssues] # narrowed to the types
         elif isinstance(value, np.ndarray):
             self._text(value.dtype.str, value.shape)
             self._hash.update(value.tobytes())

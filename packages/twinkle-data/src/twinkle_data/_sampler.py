@@ -186,7 +186,7 @@ def check_counts(state: dict[str, Any], names: Iterable[str]) -> None:
 
 def is_count(value: Any) -> bool:
     """Whether it is a whole number from 0 on."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def check_seed(seed: Any) -> None:
