@@ -110,7 +110,7 @@ def test_tables_whose_brackets_take_columns_are_refused(library):
     table = module.table({"a": [1, 2]}) if library == "pyarrow" else module.DataFrame({"a": [1, 2]})
     with pytest.raises(DatasetError, match=r"is no sequence of rows; give its \.to_"):
         Dataset(table)
-    with pytest.raises(DatasetError, match="is no sequence of rows|not from Table"):
+    with pytest.raises(DatasetError, match=r"is no sequence of rows|not from Table"):
         list(IterableDataset(table))
 
 
