@@ -62,11 +62,14 @@ def test_a_feature_of_several_sequences_is_packed_as_several(make):
     assert packed.cu_seq_lens.tolist() == alone.cu_seq_lens.tolist() == [0, 2, 5]
     assert packed.loss_mask.tolist() == alone.loss_mask.tolist()
     (row,) = make([RESTARTING], max_length=8)
+    assert row.labels is not None
     assert (row.lengths.tolist(), row.labels.tolist()) == ([2, 3], [-100, 2, -100, 4, 5])
 
 
 def test_a_part_of_several_sequences_keeps_where_each_begins():
-    assert cut(RESTARTING, slice(1, 5)).position_ids.tolist() == [0, 0, 1, 2]
+    positions = cut(RESTARTING, slice(1, 5)).position_ids
+    assert positions is not None
+    assert positions.tolist() == [0, 0, 1, 2]
     pieces = [sequence.input_ids.tolist() for pack in PackingDataset([RESTARTING], max_length=3, too_long="split") for sequence in pack.features]
     assert sorted(pieces) == [[1, 2], [3], [4, 5]]
 
@@ -74,9 +77,12 @@ def test_a_part_of_several_sequences_keeps_where_each_begins():
 def test_the_labels_that_a_completion_mask_stands_for_survive_what_is_appended():
     masked = InputFeature(input_ids=[1, 2, 3], completion_mask=[0, 1, 1])
     for longer, new in ((append_sample(masked, [5]), [5]), (append_context(masked, [5]), [-100])):
+        assert longer.labels is not None
         assert longer.labels.tolist() == [-100, 2, 3, *new]
         assert loss_mask(longer)[:3].tolist() == loss_mask(masked).tolist()
-    assert append_sample(InputFeature(input_ids=[1, 2]), [5]).labels.tolist() == [-100, -100, 5], "a prompt is not trained on"
+    labels = append_sample(InputFeature(input_ids=[1, 2]), [5]).labels
+    assert labels is not None
+    assert labels.tolist() == [-100, -100, 5], "a prompt is not trained on"
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}

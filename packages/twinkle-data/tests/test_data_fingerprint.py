@@ -4,6 +4,7 @@ import importlib
 import sys
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ WAYS = {
 
 
 def made(way, value):
-    space = {"__name__": "__main__"}
+    space: dict[str, Any] = {"__name__": "__main__"}
     exec("import enum, functools, threading\n" + textwrap.dedent(WAYS[way]).replace("VALUE", str(value)), space)
     return space["fn"]
 

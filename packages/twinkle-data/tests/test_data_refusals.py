@@ -1,5 +1,8 @@
 """What cannot be honoured is refused by an error of this package that says what to do, never by a raw one from below."""
 
+# Wrong types are what is tested.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import gzip
 import os
 import resource

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,8 @@ def test_a_state_saved_after_a_failure_has_what_waits():
     other = RetrySampler(DataLoader(range(9), batch_size=2, drop_last=False), answers, Flaky(()), batch_size=2)
     other.load_state_dict(state)
     assert drained(other, RuntimeError) == [0, 2, 3, 4, 5, 6, 7, 8]
-    for wrong in (None, {}, {**state, "fresh": 3}, {**state, "again": [1]}):
+    wrongs: list[Any] = [None, {}, {**state, "fresh": 3}, {**state, "again": [1]}]
+    for wrong in wrongs:
         with pytest.raises(LoaderStateError):
             other.load_state_dict(wrong)
 
@@ -209,7 +211,7 @@ def test_a_stream_counts_the_latest_pass_through_all_of_its_steps(tmp_path):
 @pytest.mark.parametrize("make", [Dataset, IterableDataset])
 def test_a_line_that_cannot_be_parsed_is_skipped_by_the_work_on_it(tmp_path, make, make_tokenizer):
     bad_lines(tmp_path, "x1.jsonl", "x2.jsonl")
-    options = {"lazy": True} if make is Dataset else {}
+    options: dict[str, Any] = {"lazy": True} if make is Dataset else {}
     for source in (tmp_path / "x1.jsonl", tmp_path / "x?.jsonl"):
         rows = make(source, **options)
         kinds = [rows.map(dict, on_error="skip"), rows.shuffle().map(dict, on_error="skip")]

@@ -40,7 +40,7 @@ class DataLoader:
         device_mesh: of the component that takes the batches. None: data parallel over the processes that were launched.
         shuffle: a new order for every epoch, from the seed. Not for streams.
         seed: of the orders.
-        drop_last: leave out the rows at the end of an epoch that fill no batch.
+        drop_last: leave out the rows at the end of an epoch that fill no batch. The default, unlike torch's.
         num_epochs: how often the rows are gone through; None: without end.
         min_batch_size: the fewest rows of a global batch; a shorter one (with drop_last=False) has its rows again, in turn.
         balance: order the rows of each global batch so that the slices of all data ranks are alike in 'tokens', or in 'cost' (the squares of

@@ -151,11 +151,14 @@ def check_smallest(smallest: int, batch_size: int, min_batch_size: int | None, m
         raise DatasetError(f"min_batch_size is {min_batch_size!r}; it must lie between 1 and batch_size, {batch_size}, or be None")
     fewest = max(smallest, min_batch_size or 0)
     if mesh is not None and fewest < mesh.data_world_size:
-        what = "batch_size is" if fewest == batch_size else "the last batch of an epoch has"
-        raise DatasetError(
-            f"{what} {fewest}, less than the {mesh.data_world_size} data ranks of the mesh: some would get nothing; "
-            f"raise batch_size, set drop_last=True, or min_batch_size={mesh.data_world_size}"
-        )
+        count = mesh.data_world_size
+        if fewest == batch_size:
+            what, remedy = "batch_size is", f"raise batch_size to at least {count}"
+        else:
+            what, remedy = "the last batch of an epoch has", f"set drop_last=True, or min_batch_size={count}"
+            if batch_size < count:
+                remedy = f"raise batch_size to at least {count}, then {remedy}"
+        raise DatasetError(f"{what} {fewest}, less than the {count} data ranks of the mesh: some would get nothing; {remedy}")
 
 
 def check_state(state: Any, position: Iterable[str], settings: dict[str, Any]) -> None:

@@ -324,7 +324,8 @@ def tools_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _role(name: str, field: str, roles: Mapping[str, str]) -> str:
     if name not in roles:
         raise FormatError(
-            f"{field} is {name!r}, which is no known role ({', '.join(sorted(roles))}); say what it means with roles={{{name!r}: 'user'}}"
+            f"{field} is {name!r}, which is no known role ({', '.join(sorted(roles))}); correct it, or say which of them it is: "
+            f".conversations(roles={{{name!r}: ...}})"
         )
     return roles[name]
 
