@@ -23,7 +23,7 @@ def main() -> None:
 
     model = MegatronModel(path, device_mesh=DeviceMesh.from_sizes(world_size=size, tp_size=size, device_type="cpu"))
     source = [tensor.detach().clone() for _, tensor in model.iter_weights()]
-    bytes_ = sum(tensor.nbytes for tensor in source)
+    size_bytes = sum(tensor.nbytes for tensor in source)
     buffer = torch.empty(max(tensor.numel() for tensor in source))
     shards = [torch.empty(max(tensor.numel() for tensor in source) // size + 1) for _ in range(size)]
 
@@ -45,7 +45,7 @@ def main() -> None:
     if rank == 0:
         raw = f"one {'copy' if size == 1 else 'all-gather over gloo'} of them {other:.3f} s"
         speed = f"{1 / ratio:.2f} of its speed (at least 0.7 is wanted)"
-        print(f"tp {size}: {bytes_ / 2**20:.0f} MiB in {mine:.3f} s; {raw}: {speed}", flush=True)
+        print(f"tp {size}: {size_bytes / 2**20:.0f} MiB in {mine:.3f} s; {raw}: {speed}", flush=True)
     model.close()
     dist.destroy_process_group()
 

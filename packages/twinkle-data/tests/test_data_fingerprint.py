@@ -101,6 +101,7 @@ def test_a_digest_follows_what_a_function_depends_on(way, tmp_path):
 
 def test_a_digest_follows_the_sources_of_your_other_modules(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
+    # A cached byte code would be taken for a source of the same size that was changed within its second.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     digests = []
     for value in (2, 2, 3):

@@ -49,6 +49,7 @@ def test_a_write_that_is_cut_off_leaves_the_checkpoint_before_listed(trained, tm
     def out_of_space(*arguments, **options):
         raise OSError(28, "No space left on device")
 
+    # What a full disk does to the writer; what is tested is the checkpoint before.
     monkeypatch.setattr(torch, "save", out_of_space)
     for name in ("one", "two"):
         with pytest.raises(OSError, match="No space"):

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from twinkle_mesh import DeviceMesh
 
 from ._balance import CostKind, balanced_order, sequence_costs
+from ._checks import check_counts, check_epochs, check_state, check_whole
 from ._errors import DatasetError
 from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream
-from ._sampler import DeviceMeshSampler, check_counts, check_epochs, check_smallest, check_state, check_whole
+from ._sampler import DeviceMeshSampler, check_smallest
 from ._workers import WorkerPool
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ._checks import check_whole
 from ._errors import DatasetError
 from ._pool import Progress
 from ._rows import Found, Joined, Mapped, RowName, Selected, row_at
-from ._sampler import check_seed, check_whole
 from ._schema_report import SchemaReport, report_schema
 from ._skipped import Skipped
 from ._sources import hub_rows, rows_of
@@ -213,7 +213,7 @@ class Dataset(Sequence[Any]):
 
     def shuffle(self, seed: int = 0) -> "Dataset":
         """The rows in an order that depends on the seed and their number alone."""
-        check_seed(seed)
+        check_whole("seed", seed, 0)
         return self.select(np.random.default_rng(seed).permutation(len(self)))
 
     def split(self, *, held_out: float, key: Callable[[Any], str] | None = None, seed: int = 0) -> tuple["Dataset", "Dataset"]:
@@ -228,7 +228,7 @@ class Dataset(Sequence[Any]):
         Raises:
             DatasetError: a share outside (0, 1); a key function that fails.
         """
-        check_seed(seed)
+        check_whole("seed", seed, 0)
         if not 0 < held_out < 1:
             raise DatasetError(f"split: held_out is {held_out}; it must lie between 0 and 1")
         if key is None:

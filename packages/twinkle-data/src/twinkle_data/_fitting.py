@@ -2,10 +2,10 @@
 
 from typing import Any, Literal, get_args
 
+from ._checks import check_whole
 from ._errors import DatasetError, FormatError, SequenceTooLongError
 from ._formats import InputFeature
 from ._packed import cut
-from ._sampler import check_whole
 
 TooLong = Literal["error", "drop", "left", "right", "split"]
 

@@ -4,14 +4,13 @@ Every record is a frozen, keyword-only dataclass that checks itself when it is m
 Shape suffix: T tokens of a sequence.
 """
 
-import math
-import numbers
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ._checks import is_number
 from ._errors import FormatError
 from ._messages import check_user_data
 
@@ -134,11 +133,6 @@ class InputFeature:
         return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is one finite number, of Python's or numpy's."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:

@@ -11,12 +11,13 @@ from twinkle_remote import current_runtime, remote_class, remote_function
 
 from ._balance import CostKind
 from ._batches import BatchSource, IndexedBatches, StreamBatches
+from ._checks import check_whole
 from ._dataset import Dataset
 from ._errors import DatasetError
 from ._packing import PackingDataset
 from ._packing_stream import IterablePackingDataset
 from ._row_streams import RowStream, is_stream
-from ._sampler import DeviceMeshSampler, check_whole
+from ._sampler import DeviceMeshSampler
 
 Balance = Literal["auto", "tokens", "cost"]
 

@@ -9,11 +9,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from ._balance import CostKind, sequence_costs
 from ._bins import Packs, pack_lengths
+from ._checks import check_whole
 from ._dataset import Dataset
 from ._errors import DatasetError
 from ._fitting import Fitting, TooLong, checked_feature
 from ._packed import PackedFeature
-from ._sampler import check_seed, check_whole
 from ._workers import WorkerPool
 
 _ROWS_A_TASK = 256
@@ -55,7 +55,7 @@ class PackingDataset(Dataset):
         num_workers: int = 0,
         worker_timeout_s: float = 600.0,
     ) -> None:
-        check_seed(seed)
+        check_whole("seed", seed, 0)
         check_whole("num_workers", num_workers, 0)
         rows = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         fitting = Fitting(max_length, too_long)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from ._bins import pack_lengths
+from ._checks import check_counts, check_state, check_whole, is_count
 from ._errors import LoaderStateError
 from ._fitting import Fitting, TooLong, checked_feature
 from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream, as_stream
-from ._sampler import check_counts, check_seed, check_state, check_whole, is_count
 
 # A sequence that finds no partners goes out in a pack that is not full after so many windows, so that none waits for ever, and resuming
 # reads no further back.
@@ -63,7 +63,7 @@ class IterablePackingDataset:
         seed: int = 0,
     ) -> None:
         check_whole("window", window, 1)
-        check_seed(seed)
+        check_whole("seed", seed, 0)
         self._source, self._fitting, self._window, self._seed = as_stream(dataset), Fitting(max_length, too_long), window, seed
 
     def __iter__(self) -> Iterator[PackedFeature]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ._checks import check_state, check_whole, is_number
 from ._errors import DatasetError, LoaderStateError, NoSignalError
-from ._formats import is_number
 from ._loader import DataLoader
-from ._sampler import check_state, check_whole
 from ._sampling import SampleResponse
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
+from ._checks import is_count
 from ._errors import DatasetError, LoaderStateError
 from ._rows import row_at
-from ._sampler import is_count
 
 
 @runtime_checkable

@@ -1,7 +1,6 @@
 """Which rows come next, on which data rank, and where to take up again."""
 
-import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from twinkle_mesh import DeviceMesh
 
 from ._balance import balanced_order
+from ._checks import check_counts, check_epochs, check_state, check_whole, is_count
 from ._errors import DatasetError, LoaderStateError
 
 
@@ -58,7 +58,7 @@ class DeviceMeshSampler:
     ) -> None:
         check_whole("batch_size", batch_size, 1)
         check_epochs(num_epochs)
-        check_seed(seed)
+        check_whole("seed", seed, 0)
         if num_rows < 1:
             raise DatasetError("the dataset has no rows")
         if drop_last and num_rows < batch_size:
@@ -159,64 +159,3 @@ def check_smallest(smallest: int, batch_size: int, min_batch_size: int | None, m
             if batch_size < count:
                 remedy = f"raise batch_size to at least {count}, then {remedy}"
         raise DatasetError(f"{what} {fewest}, less than the {count} data ranks of the mesh: some would get nothing; {remedy}")
-
-
-def check_state(state: Any, position: Iterable[str], settings: dict[str, Any]) -> None:
-    """Refuses a saved state that lacks a field of the position, or belongs to other settings.
-
-    Raises:
-        LoaderStateError: names what is missing or what differs.
-    """
-    if not isinstance(state, dict):
-        raise LoaderStateError(f"the saved state of the data loader is a {type(state).__name__}, not what state_dict() gave")
-    if missing := [name for name in (*position, *settings) if name not in state]:
-        raise LoaderStateError(f"the saved state of the data loader lacks {missing}")
-    if changed := {name: (state[name], value) for name, value in settings.items() if state[name] != value}:
-        told = ", ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items())
-        raise LoaderStateError(f"the saved state of the data loader belongs to other settings: {told}; build it as it was, or start anew")
-
-
-def check_counts(state: dict[str, Any], names: Iterable[str]) -> None:
-    """Refuses a saved state in which one of these is no whole number from 0 on.
-
-    Raises:
-        LoaderStateError: names it.
-    """
-    for name in names:
-        if not is_count(state[name]):
-            raise LoaderStateError(f"the saved state of the data loader is damaged: {name} is {state[name]!r:.200}, not a whole number from 0 on")
-
-
-def is_count(value: Any) -> bool:
-    """Whether it is a whole number from 0 on."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def check_seed(seed: Any) -> None:
-    """Refuses what numpy's generators do not take.
-
-    Raises:
-        DatasetError: it is no whole number from 0 on.
-    """
-    if not is_count(seed):
-        raise DatasetError(f"seed is {seed!r}; it must be a whole number, at least 0")
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuses a number that is not whole, or too small.
-
-    Raises:
-        DatasetError: names it.
-    """
-    if not is_count(value) or value < least:
-        raise DatasetError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-
-
-def check_epochs(num_epochs: Any) -> None:
-    """Refuses a number of epochs that is no number.
-
-    Raises:
-        DatasetError: see there.
-    """
-    if num_epochs is not None and (not is_count(num_epochs) or num_epochs < 1):
-        raise DatasetError(f"num_epochs is {num_epochs!r}; it must be a whole number, at least 1, or None for no end")

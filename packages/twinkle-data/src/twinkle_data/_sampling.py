@@ -1,6 +1,5 @@
 """What a sampler takes and returns, and what a trainer returns."""
 
-import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ._checks import is_number, is_whole
 from ._errors import FormatError
-from ._formats import IGNORE_INDEX, InputFeature, StopReason, is_number
+from ._formats import IGNORE_INDEX, InputFeature, StopReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,26 +52,22 @@ class SamplingParams:
                 raise FormatError(f"SamplingParams.{name} is {value!r}; it must be a list, () for none")
             object.__setattr__(self, name, tuple(value))
         checks = {
-            "max_tokens": (self.max_tokens is None or (_is_whole(self.max_tokens) and self.max_tokens >= 1), "None or a whole number, at least 1"),
+            "max_tokens": (self.max_tokens is None or (is_whole(self.max_tokens) and self.max_tokens >= 1), "None or a whole number, at least 1"),
             "temperature": (is_number(self.temperature) and self.temperature >= 0, "a finite number, at least 0"),
             "top_p": (is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (_is_whole(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "-1 (all) or a whole number, at least 1"),
+            "top_k": (is_whole(self.top_k) and (self.top_k == -1 or self.top_k >= 1), "-1 (all) or a whole number, at least 1"),
             "min_p": (is_number(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]"),
-            "seed": (self.seed is None or _is_whole(self.seed), "None or a whole number"),
+            "seed": (self.seed is None or is_whole(self.seed), "None or a whole number"),
             "stop": (all(isinstance(text, str) and text for text in self.stop), "non-empty strings"),
-            "stop_token_ids": (all(map(_is_whole, self.stop_token_ids)), "whole numbers"),
-            "num_samples": (_is_whole(self.num_samples) and self.num_samples >= 1, "a whole number, at least 1"),
+            "stop_token_ids": (all(map(is_whole, self.stop_token_ids)), "whole numbers"),
+            "num_samples": (is_whole(self.num_samples) and self.num_samples >= 1, "a whole number, at least 1"),
         }
         for name, (holds, rule) in checks.items():
             if not holds:
                 raise FormatError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {rule}")
-        for name, kind in (("temperature", float), ("top_p", float), ("min_p", float)):  # plain numbers, of numpy's too
-            object.__setattr__(self, name, kind(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):  # plain numbers, of numpy's too
+            object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +92,7 @@ class SampledSequence:
     new_input_feature: InputFeature
 
     def __post_init__(self) -> None:
-        if wrong := [token for token in self.tokens if not _is_whole(token)]:
+        if wrong := [token for token in self.tokens if not is_whole(token)]:
             raise FormatError(f"SampledSequence.tokens holds {wrong[0]!r}; tokens are whole numbers")
         if self.logprobs and len(self.logprobs) != len(self.tokens):
             raise FormatError(f"SampledSequence has {len(self.tokens)} tokens but {len(self.logprobs)} logprobs")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, overload
 
+from ._checks import check_whole
 from ._dataset import Dataset, mix_rows
 from ._errors import DatasetError
 from ._rows import Failed
-from ._sampler import check_seed, is_count
 from ._skipped import Skipped
 from ._sources import hub_rows
 from ._streams import Each, FileSource, Limited, Mixed, ObjectSource, Shuffled, Stage, inner_state
@@ -80,17 +80,18 @@ class IterableDataset(Iterable[Any]):
 
     def take(self, count: int) -> "IterableDataset":
         """The first rows."""
-        return _stream(Limited(self._stage, 0, _count("take", count)))
+        check_whole("take: count", count, 0)
+        return _stream(Limited(self._stage, 0, count))
 
     def skip(self, count: int) -> "IterableDataset":
         """The rows behind the first `count`."""
-        return _stream(Limited(self._stage, _count("skip", count), None))
+        check_whole("skip: count", count, 0)
+        return _stream(Limited(self._stage, count, None))
 
     def shuffle(self, block: int = 10_000, seed: int = 0) -> "IterableDataset":
         """Blocks of so many rows, each in an order of its own; a block is held in memory."""
-        if not is_count(block) or block < 1:
-            raise DatasetError(f"shuffle: block is {block!r}; it must be a whole number, at least 1")
-        check_seed(seed)
+        check_whole("shuffle: block", block, 1)
+        check_whole("seed", seed, 0)
         return _stream(Shuffled(self._stage, block, seed))
 
     @property
@@ -102,12 +103,6 @@ class IterableDataset(Iterable[Any]):
         if on_error not in ("raise", "skip"):
             raise DatasetError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
         return _stream(Each(self._stage, transform.look, what, on_error == "skip"))
-
-
-def _count(what: str, count: Any) -> int:
-    if not is_count(count):
-        raise DatasetError(f"{what}: the number of rows is {count!r}; it must be a whole number, at least 0")
-    return count
 
 
 def _stream(stage: Stage) -> IterableDataset:
@@ -144,7 +139,7 @@ def mix(
         raise DatasetError(f"mix: {len(datasets)} datasets with the weights {shares}; there must be one weight above zero for each")
     if stop not in ("first", "all"):
         raise DatasetError(f"mix: stop is {stop!r}; it must be 'first' or 'all'")
-    check_seed(seed)
+    check_whole("seed", seed, 0)
     rows = [dataset for dataset in datasets if isinstance(dataset, Dataset)]
     if len(rows) == len(datasets):
         return mix_rows(rows, shares, seed, stop)

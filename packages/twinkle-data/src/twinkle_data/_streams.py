@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ._checks import is_count
 from ._errors import DataError, DatasetError, LoaderStateError
 from ._rows import Failed, row_or_failed
-from ._sampler import is_count
 from ._skipped import Skipped
 from ._sources import iterate_files, tool_rows
 
