@@ -1,6 +1,9 @@
 """Training checkpoints: only whole ones are listed, and what does not fit is refused by name."""
 
 import json
+import os
+import shutil
+import signal
 
 import pytest
 import torch
@@ -60,6 +63,35 @@ def test_a_write_that_is_cut_off_leaves_the_checkpoint_before_listed(trained, tm
     assert len(list(tmp_path.iterdir())) > 1
     remove_unfinished(tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "one"]
+
+
+@pytest.mark.parametrize("survived", [0, 1, 2, 3])
+def test_a_process_that_dies_while_it_replaces_a_checkpoint_leaves_the_old_or_the_new_one(trained, tmp_path, survived):
+    trained.save_checkpoint(tmp_path / "one", user_state={"row": 1})
+    (begin_checkpoint(tmp_path / "one") / "state.pt").write_bytes(b"")
+    info = (tmp_path / "one" / "checkpoint.json").read_text().replace('"row": 1', '"row": 2')
+    child = os.fork()
+    if not child:
+        left = survived
+
+        def mortal(call):
+            def counted(*arguments, **options):
+                nonlocal left
+                if not left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                return call(*arguments, **options)
+
+            return counted
+
+        os.rename, shutil.rmtree = mortal(os.rename), mortal(shutil.rmtree)
+        try:
+            publish_checkpoint(tmp_path / "one", info)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert list_checkpoints(tmp_path) == [tmp_path / "one"]
+    assert read_checkpoint(tmp_path / "one").user_state["row"] in (1, 2)
 
 
 def test_all_files_are_there_before_a_folder_is_a_checkpoint(trained, tmp_path):

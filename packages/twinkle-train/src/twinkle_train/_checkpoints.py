@@ -6,6 +6,7 @@ so that what is listed is whole, whenever a process dies.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ CHECKPOINT_FILE = "checkpoint.json"
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _FORMAT = 1
+# Of Linux's renameat2(2).
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +152,25 @@ def publish_checkpoint(target: Path, info_json: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(folder)
+    if not target.exists():
+        os.rename(folder, target)
+        _sync_folder(target.parent)
+        return
     replaced = target.with_name(_REPLACED + target.name)
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if _exchange(folder, target):
+        os.rename(folder, replaced)  # what was there before: half of it must not look like a checkpoint that is being written
+    else:
         os.rename(target, replaced)
-    os.rename(folder, target)
+        os.rename(folder, target)
     _sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Lets two folders change names at once, so that at no moment a name stands for nothing. False where the system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def _sync_folder(folder: Path) -> None:
