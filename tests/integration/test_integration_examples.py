@@ -8,7 +8,7 @@ import sys
 import pytest
 from commands import ROOT, run_process
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(800)
 
 EXAMPLE = str(ROOT / "examples" / "grpo.py")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import read_steps, run_process, twinkle
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def test_the_run_folder_holds_what_is_promised(recorded_run):

@@ -220,8 +220,9 @@ def test_cpu_ranks_are_processes_that_reserve_a_little_of_a_core() -> None:
 
 
 def test_more_cpu_ranks_than_cores_warn_and_more_than_eight_a_core_are_refused() -> None:
-    with pytest.warns(UserWarning, match="16 CPU processes share 2 cores"):
+    with pytest.warns(UserWarning, match="16 CPU processes share 2 cores") as caught:
         plan = plan_placement([DeviceGroup("a", 8, "cpu"), DeviceGroup("b", 8, "cpu")], cluster(0, cpus=2))
+    assert caught[0].filename == __file__  # the caller's line, not ours
     assert len(plan.workers["b"]) == 8
     with pytest.raises(PlacementError, match=r"'b' needs 9 CPU processes, but only 8 more fit on 2 cores.*2 cores, 8 processes, room for 8"):
         plan_placement([DeviceGroup("a", 8, "cpu"), DeviceGroup("b", 9, "cpu")], cluster(0, cpus=2))

@@ -100,6 +100,12 @@ class Counter:
         self.task = asyncio.get_running_loop().create_task(tick())
 
 
+@tr.remote_class()
+class Breaks:
+    def __init__(self, why):
+        raise TypeError(why)
+
+
 class Doubled(Counter):
     @property
     def total(self):
@@ -290,6 +296,27 @@ def test_stats_and_trace_tell_what_calls_took(runtime):
     assert plus.run_s > 0
     assert plus.collect_s > 0
     assert stats.methods["fail"].failures == 1
+
+
+def test_arguments_that_do_not_fit_are_refused_before_a_worker_hears_of_them(runtime, counter):
+    started = len(runtime.stats())
+    with pytest.raises(tr.RemoteTypeError, match=r"Counter: .*'begin'; it takes \(start=0, device_mesh=None\)"):
+        Counter(begin=1, remote_group="pair")
+    assert len(runtime.stats()) == started
+    calls = counter.plus([1, 2]).get() and sum(method.calls for one in runtime.stats().values() for method in one.methods.values())
+    with pytest.raises(tr.RemoteTypeError, match=r"Counter.plus: missing a required argument: 'values'"):
+        counter.plus()
+    with pytest.raises(tr.RemoteTypeError, match="unexpected keyword argument 'value'"):
+        counter.plus([1, 2], value=[1])
+    assert calls == sum(method.calls for one in runtime.stats().values() for method in one.methods.values())
+
+
+def test_a_component_that_was_not_built_is_not_drawn(runtime, counter):
+    with pytest.raises(TypeError, match="at once") as caught:  # whose traceback holds what was half built
+        Breaks("at once", remote_group="one")
+    assert "Breaks" not in runtime.draw()
+    assert "Counter" in runtime.draw()
+    assert caught.value.__traceback__ is not None
 
 
 def test_draw_shows_groups_nodes_and_components(runtime, counter):

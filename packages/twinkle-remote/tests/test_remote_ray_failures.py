@@ -21,6 +21,7 @@ import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup
 from twinkle_remote import _ray_settle
 
+pytestmark = pytest.mark.timeout(300)  # several start workers anew, which a busy machine makes slow
 GROUPS = [DeviceGroup("pair", 2, "cpu"), DeviceGroup("one", 1, "cpu")]
 
 

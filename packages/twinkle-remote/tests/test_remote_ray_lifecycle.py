@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import ray
 
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, PlacementError
-from twinkle_remote._ray_cluster import remove_stale
+from twinkle_remote._ray_cluster import _remove, _stat, remove_stale
 
 COMPONENT = """
 import os, subprocess, sys, time
@@ -64,6 +65,11 @@ with tr.initialize("ray", groups=GROUPS, object_store_bytes=100 << 20):
     again = subprocess.run([sys.executable, __file__, ray.get_runtime_context().gcs_address], capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("second"), again.stdout
+    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    again = subprocess.run(
+        [sys.executable, __file__, ray.get_runtime_context().gcs_address], capture_output=True, text=True, timeout=100, env=stranger
+    )
+    assert "asks for a token: set RAY_AUTH_MODE=token" in again.stderr, again.stderr
 assert not ray.is_initialized()
 for use in (first.work, late.get):
     try:
@@ -182,9 +188,53 @@ def test_a_folder_for_temporary_files_with_a_long_name_is_not_used(monkeypatch):
     assert folder.parent == Path("/tmp")
 
 
-def test_no_cluster_at_the_address_is_a_quick_error():
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense"])
+def test_no_cluster_at_the_address_is_a_quick_error(address):
     start = time.monotonic()
     with pytest.raises(tr.ClusterConnectionError, match="ray start --head"):
-        tr.initialize("ray", address="127.0.0.1:9")
+        tr.initialize("ray", address=address)
     assert time.monotonic() - start < 15
     assert not ray.is_initialized()
+
+
+def test_what_listens_but_does_not_answer_is_given_up_in_time():
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        start = time.monotonic()
+        with pytest.raises(tr.ClusterConnectionError, match="did not answer as a Ray cluster does within 2 s"):
+            tr.initialize("ray", address=f"127.0.0.1:{silent.getsockname()[1]}", start_timeout_s=2)
+        assert time.monotonic() - start < 10
+    assert not ray.is_initialized()
+
+
+def test_agents_of_a_dead_raylet_do_not_bring_a_session_folder_back(tmp_path):
+    """They are nobody's children any more, call themselves ray::..., and write into the folder as long as they live."""
+    folder = tmp_path / "tw-session"
+    (folder / "logs").mkdir(parents=True)
+    agent = f"""
+import os, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+with open({str(folder / "logs" / "agent.log")!r}, "w") as log:
+    print(os.getpid(), file=log, flush=True)
+    while True:
+        os.makedirs({str(folder)!r}, exist_ok=True)
+        open({str(folder)!r} + "/written", "a").close()
+        time.sleep(0.02)
+"""
+    subprocess.run(["ray::Agent", "-c", agent], executable=sys.executable, check=True, timeout=30)
+    deadline = time.monotonic() + 20
+    while not (folder / "written").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pid = int((folder / "logs" / "agent.log").read_text())
+    bystander = subprocess.Popen(
+        ["ray::Reader", "-c", "import sys, time; time.sleep(600)"], executable=sys.executable, stdin=(folder / "written").open()
+    )
+    try:
+        _remove(folder)
+        time.sleep(0.2)
+        assert not folder.exists()
+        assert _stat(pid) is None
+        assert bystander.poll() is None  # the control: one that is somebody's child is left alone
+    finally:
+        bystander.kill()
+        bystander.wait()

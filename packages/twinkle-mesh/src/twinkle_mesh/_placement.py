@@ -1,5 +1,6 @@
 """Which worker runs where: a pure function from groups and nodes to a plan."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from warnings import warn
 
@@ -182,7 +183,7 @@ class _Planner:
     def warn_if_crowded(self) -> None:
         if any(used > node.num_cpus for node, used in zip(self.nodes, self.processes, strict=True)):
             cores = sum(node.num_cpus for node in self.nodes)
-            warn(f"{sum(self.processes)} CPU processes share {cores:g} cores: expect them to be slow", stacklevel=3)
+            warn(f"{sum(self.processes)} CPU processes share {cores:g} cores: expect them to be slow", stacklevel=_callers_level())
 
     def _absent_devices(self, group: DeviceGroup, absent: Sequence[str]) -> str:
         message = f"device group {group.name!r}: no node has the device(s) {', '.join(absent)} of visible_devices={group.visible_devices!r}"
@@ -231,3 +232,11 @@ def _choose_nodes(capacity: Sequence[int], count: int) -> list[tuple[int, int]]:
         chosen.append((i, capacity[i]))
         count -= capacity[i]
     return chosen
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which a warning shows the line of whoever called into our packages, whose names begin alike."""
+    frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
+    while (above := frame.f_back) is not None and str(frame.f_globals.get("__name__")).startswith("twinkle_"):
+        frame, level = above, level + 1
+    return level

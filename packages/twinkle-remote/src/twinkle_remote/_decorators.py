@@ -8,12 +8,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast, get_args, ove
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import _state
+from twinkle_remote._arguments import InitSignature, argument_check
 from twinkle_remote._errors import DecorationError
 from twinkle_remote._handle import component_of, handle_class, is_handle_class
 from twinkle_remote._in_process import call_in_process
 from twinkle_remote._lazy import LazyResult, resolve
 from twinkle_remote._placement_arguments import FailurePolicy, OnFailure, place_arguments, read_placement
 from twinkle_remote._protocol import Collect, Dispatch, Execute, MethodSpec
+from twinkle_remote._seconds import check_seconds
 from twinkle_remote._signatures import AtOnce, C, CollectTo, Giving, Joined, Lazily, MoreOptions
 
 T = TypeVar("T")
@@ -156,11 +158,13 @@ def remote_function(
     Type checkers see a decorated method's parameters, and LazyResult[T] or T as its result; with `collect='none'` the result is Any: a list of all
     workers' results, or one worker's. For these, say `lazy_collect=False` on methods of Python's protocols.
 
-    Raises DecorationError for unknown options.
+    Raises DecorationError for unknown options, RemoteTypeError for a `timeout_s` that is not a number above 0.
     """
     _check_option("dispatch", dispatch, ("slice", "all", "slice_dp"), callable(dispatch))
     _check_option("execute", execute, get_args(Execute), False)
     _check_option("collect", collect, ("none", "flatten", "mean", "sum", "first", "last_pp"), callable(collect))
+    if timeout_s is not None:
+        check_seconds("timeout_s", timeout_s)
     if type(prefetch) is not int or prefetch < 0:
         raise DecorationError(f"prefetch={prefetch!r}: it is an int of at least 0")
 
@@ -255,10 +259,15 @@ def _check_option(name: str, value: Any, known: tuple[str, ...], fine: bool) -> 
 
 
 def _remote_method(method: Callable[..., Any], spec: MethodSpec) -> Callable[..., Any]:
+    check = argument_check(method, method.__qualname__)
+    as_given = not callable(spec.dispatch)  # a function may make the method's arguments of others
+
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         cls = cast("type[Any]", type(self))
         if is_handle_class(cls):
+            if as_given:
+                check(args, kwargs)
             return component_of(self).call(spec, args, kwargs)
         return call_in_process(self, mesh_of(self), spec, method, args, kwargs)
 
@@ -278,6 +287,8 @@ def _install(cls: type, execute: Execute) -> None:
     _wrap_init(cls)
     if not any(_EXECUTE in vars(base) for base in cls.__mro__[1:]):
         _wrap_init_subclass(cls)
+        if "__signature__" not in vars(cls):
+            cls.__signature__ = InitSignature()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _inherit_specs(cls: type) -> None:

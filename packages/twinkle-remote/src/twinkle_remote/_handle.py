@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 from twinkle_remote import _state
+from twinkle_remote._arguments import argument_check
 from twinkle_remote._errors import RemoteAttributeError
-from twinkle_remote._placement_arguments import FailurePolicy, read_placement, read_policy
+from twinkle_remote._placement_arguments import FailurePolicy, place_arguments, read_placement, read_policy
 from twinkle_remote._protocol import Component, Execute, MethodSpec
 
 _MARK = "__twinkle_handle_of__"
@@ -45,12 +46,14 @@ def rebuild_handle(cls: type, methods: dict[str, MethodSpec], execute: Execute, 
 
 def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute, policy: FailurePolicy) -> type[Any]:
     init: Callable[..., None] = cls.__init__
+    check = argument_check(init, cls.__name__)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         runtime = _state.current_runtime()
         group_name, mesh = read_placement(init, args, kwargs)
         assert group_name is not None
         mesh = runtime.mesh_for(group_name, mesh, execute)
+        check(*place_arguments(init, args, kwargs, mesh))
         vars(self)[_COMPONENT] = runtime.create(cls, group_name, mesh, execute, read_policy(init, args, kwargs, policy), args, kwargs)
 
     def __getattribute__(self: Any, name: str) -> Any:

@@ -10,6 +10,7 @@ from twinkle_remote._compression import check_codec
 from twinkle_remote._errors import GroupError, MissingRayError, RemoteTypeError
 from twinkle_remote._local import LocalRuntime
 from twinkle_remote._protocol import Runtime
+from twinkle_remote._seconds import check_seconds
 
 
 def initialize(
@@ -41,10 +42,13 @@ def initialize(
     compress: 'zstd' compresses arguments and results of more than `compress_above_bytes` on a cluster of several nodes; needs
     `twinkle-remote[compress]` on all of them. None: not at all. Within one node nothing is compressed: arrays are handed over without copying.
 
-    Raises GroupError for groups that do not fit the mode; in mode 'ray' MissingRayError, `twinkle_mesh.PlacementError` (the cluster is too
+    Raises RemoteTypeError for arguments of other types or out of range, GroupError for groups that do not fit the mode; in mode
+    'ray' MissingRayError, `twinkle_mesh.PlacementError` (the cluster is too
     small; before anything is started), ClusterConnectionError, StartTimeoutError and PlacementTimeoutError.
     """
     _state.check_not_initialized()
+    for name, seconds in (("start_timeout_s", start_timeout_s), ("call_timeout_s", call_timeout_s), ("peer_grace_s", peer_grace_s)):
+        check_seconds(name, seconds, zero=name == "peer_grace_s")
     check_codec(compress, compress_above_bytes)
     if mode == "local":
         runtime: Runtime = LocalRuntime(groups or (), trace=trace, on_shutdown=_state.forget_runtime)

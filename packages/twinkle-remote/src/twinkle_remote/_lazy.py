@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from twinkle_remote._errors import CallTimeoutError, RemoteTypeError, RuntimeStateError
+from twinkle_remote._seconds import check_seconds
 from twinkle_remote._views import Batch, Concat, Cut, Held, Map, Operation
 
 _FETCH_S = 1.0
@@ -148,6 +149,8 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         timeout_s: seconds to wait at most; default: the method's or the runtime's deadline. Raises what the call raised
         (see RemoteCallError), WorkerDiedError, or CallTimeoutError, which leaves the result usable if `timeout_s` was given.
         """
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s, zero=True)
         begin = time.monotonic()
         # Another thread that collects without a limit of its own has the call's deadline.
         left_s = timeout_s
@@ -266,6 +269,8 @@ def gather(*results: LazyResult[Any], timeout_s: float | None = None) -> list[An
     for result in results:
         if not isinstance(result, LazyResult):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RemoteTypeError(f"gather takes LazyResults, not {type(result).__name__}")
+    if timeout_s is not None:
+        check_seconds("timeout_s", timeout_s, zero=True)
     begin = time.monotonic()
     wait_for_all([call for result in results for call in result.source.calls()], timeout_s)
     # What they return is fetched within the same time, or within a moment if it has just run out.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology, launcher_rank, launcher_world_size
 from twinkle_remote._collect import combine
-from twinkle_remote._errors import GroupError, RuntimeStateError
+from twinkle_remote._errors import GroupError, RemoteTypeError, RuntimeStateError
 from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import Execute
 from twinkle_remote._stats import ComponentStats, Totals
@@ -63,7 +63,7 @@ class LocalRuntime:
                 mesh.world_size,
                 self.world_size,
             )
-        return mesh if group is None else mesh.with_device_type(group.device_type)
+        return mesh if group is None else on_devices_of(group, mesh)
 
     def create(
         self,
@@ -120,9 +120,13 @@ class LocalRuntime:
 
 
 def named(groups: Iterable[DeviceGroup]) -> dict[str, DeviceGroup]:
-    """The groups by name. Raises GroupError for two of one name."""
+    """The groups by name. Raises GroupError for two of one name, RemoteTypeError for what is not a list of them."""
+    if isinstance(groups, DeviceGroup):
+        raise RemoteTypeError("groups is a list of DeviceGroup: put this one into [ ]")
     result: dict[str, DeviceGroup] = {}
     for group in groups:
+        if not isinstance(group, DeviceGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RemoteTypeError(f"groups is a list of DeviceGroup, not of {type(group).__name__}: groups=[DeviceGroup('actor', 2, 'cpu')], say")
         if group.name in result:
             raise GroupError(f"two device groups are named {group.name!r}")
         result[group.name] = group
@@ -145,6 +149,16 @@ def check_mesh_fits(mesh: DeviceMesh, group: DeviceGroup) -> None:
             f"the device mesh has {mesh.world_size} ranks, but device group {group.name!r} has {group.num_workers} workers ({devices}): "
             f"change the mesh's sizes or the group's ranks so that they are equal"
         )
+
+
+def on_devices_of(group: DeviceGroup, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh on the group's devices. Raises GroupError for a mesh that asks for others; 'cuda', the default, goes with any group."""
+    if mesh.device_type not in ("cuda", group.device_type):
+        raise GroupError(
+            f"the device mesh says device_type={mesh.device_type!r}, but device group {group.name!r} has {group.device_type!r} devices: "
+            f"leave the mesh's out, or change the group's"
+        )
+    return mesh.with_device_type(group.device_type)
 
 
 def reduce_over_data_ranks(value: Any, how: Literal["mean", "sum"], mesh: DeviceMesh, weight: float | None = None) -> Any:

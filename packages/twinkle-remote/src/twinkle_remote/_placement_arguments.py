@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from twinkle_mesh import DeviceMesh
+from twinkle_remote._arguments import signature_of
 from twinkle_remote._errors import RemoteTypeError
 
 OnFailure = Literal["raise", "restart"]
@@ -63,9 +64,7 @@ def place_arguments(
 
 
 def _parameters(init: Callable[..., None]) -> dict[str, inspect.Parameter]:
-    if init is object.__init__:  # its signature says (*args, **kwargs), but it takes none
-        return {}
-    parameters = list(inspect.signature(init).parameters.items())
+    parameters = list(signature_of(init).parameters.items())
     return dict(parameters[1:])
 
 

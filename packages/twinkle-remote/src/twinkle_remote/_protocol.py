@@ -27,7 +27,8 @@ EAGER_METHODS = frozenset({"__len__", "__bool__", "__contains__", "__getitem__",
 class MethodSpec:
     """How one remote method is called.
 
-    name, parameters: of the method; the parameters' names serve error messages. is_generator: whether it yields. The rest: see `remote_function`.
+    name, parameters: of the method; the parameters' names serve error messages. is_generator: whether it yields. shown: its name in messages, where
+    that is another. The rest: see `remote_function`.
     """
 
     name: str
@@ -41,6 +42,12 @@ class MethodSpec:
     allow_empty: bool
     is_generator: bool = False
     prefetch: int = 0
+    shown: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name that messages show."""
+        return self.shown or self.name
 
     @property
     def opens_iterator(self) -> bool:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from twinkle_mesh import DeviceMesh
@@ -65,7 +66,7 @@ class PendingCall:
 
     @property
     def name(self) -> str:
-        return f"{self.component.class_name}.{self.spec.name}"
+        return f"{self.component.class_name}.{self.spec.title}"
 
     @property
     def finished(self) -> bool:
@@ -160,7 +161,7 @@ class PendingCall:
         """Fail with the earliest failure, and see to the workers that still run."""
         note = ""
         if failure.component_id == self.component.id:
-            failure = self._earliest_failure(failure)
+            failure = replace(self._earliest_failure(failure), method=self.spec.title)
             note = self.component.after_failure(self, self.running_ranks(), failure.summary)
         else:
             self.reported = True  # as a failure of the call that it comes from

@@ -7,13 +7,14 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 from twinkle_mesh import Node, visible_devices_variable
 from twinkle_remote._errors import ClusterConnectionError, RuntimeStateError, StartTimeoutError
-from twinkle_remote._ray_api import ray
+from twinkle_remote._ray_api import GcsClient, ray, services
 
 logger = logging.getLogger("twinkle_remote")
 
@@ -24,6 +25,7 @@ _END_TIMEOUT_S = 10.0
 _REMOVE_TIMEOUT_S = 5.0
 _OWNER = "driver"  # in a session folder: the process that it belongs to, and when that started
 _CONNECT_TIMEOUT_S = 10.0
+_KNOCK_S = 1.0
 
 
 def this_machine() -> Node:
@@ -76,10 +78,11 @@ class Cluster:
                     ) from error
 
     @classmethod
-    def connect(cls, address: str) -> "Cluster":
-        """Join a Ray that runs already. Raises ClusterConnectionError if there is none."""
+    def connect(cls, address: str, start_timeout_s: float) -> "Cluster":
+        """Join a Ray that runs already. Raises ClusterConnectionError if there is none that answers within `start_timeout_s`."""
         _check_not_connected()
-        _check_answers(address)
+        if "://" not in address:
+            _check_answers(address, start_timeout_s)
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -131,11 +134,31 @@ class Cluster:
             _remove(self.folder)
 
 
+def _orphans(folder: Path) -> set[tuple[int, str]]:
+    """Agents of a raylet that has died before us: children of nobody that we know, they have files of the session open and write new ones."""
+    found: set[tuple[int, str]] = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or b"ray" not in _command_line(int(entry.name)):
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            uses = any(os.readlink(link).startswith(f"{folder}/") for link in (entry / "fd").iterdir())
+            if uses and int(entry.name) != os.getpid() and (stat := _stat(int(entry.name))) is not None and _adopts(stat[0]):
+                found.add((int(entry.name), stat[1]))
+    return found
+
+
+def _adopts(pid: int) -> bool:
+    """Whether it is the process that orphans are handed to."""
+    return pid == 1 or b"systemd" in _command_line(pid)
+
+
 def _remove(folder: Path) -> None:
     """Remove a session folder, in which a process that was just started may still write its last lines."""
+    _end(_orphans(folder), 0)
     deadline = time.monotonic() + _REMOVE_TIMEOUT_S
     shutil.rmtree(folder, ignore_errors=True)
     while folder.exists() and time.monotonic() < deadline:
+        _end(_orphans(folder), 0)
         time.sleep(0.1)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -152,15 +175,51 @@ def _check_not_connected() -> None:
         )
 
 
-def _check_answers(address: str) -> None:
-    """Raises ClusterConnectionError if nothing listens there. Ray 2.60 itself takes minutes to find out."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or "/" in host:  # 'auto', or a URL
-        return
+def _check_answers(address: str, timeout_s: float) -> None:
+    """Raises ClusterConnectionError if no Ray answers there. Ray 2.60 itself tries 20 times, each of which may take long, and hides the reason."""
+    where = f"at address={address!r}"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ClusterConnectionError(f"there is no Ray cluster at address={address!r} ({error}): start one with 'ray start --head'") from error
+        found = services.canonicalize_bootstrap_address_or_die(address)
+        where += "" if found == address else f" ({found})"
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=min(timeout_s, _CONNECT_TIMEOUT_S)).close()
+    except (OSError, ValueError) as error:
+        raise ClusterConnectionError(f"there is no Ray cluster {where} ({error}): start one with 'ray start --head'") from error
+    failures: list[Exception] = []
+    answered = threading.Event()
+
+    def knock() -> None:
+        while not answered.is_set():
+            try:
+                GcsClient(address=found)
+            except Exception as error:  # of several types
+                failures.append(error)
+                if _is_refusal(error) or given_up.wait(_KNOCK_S):
+                    return
+            else:
+                answered.set()
+
+    given_up = threading.Event()
+    thread = threading.Thread(target=knock, name="twinkle-knock", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    given_up.set()
+    if answered.is_set():
+        return
+    if failures and _is_refusal(failures[-1]):
+        raise ClusterConnectionError(
+            f"the Ray cluster {where} asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's. "
+            f"One that another script has started with initialize('ray') is that script's own; start one to share with 'ray start --head'"
+        )
+    reason = f"; it says: {failures[-1]}" if failures else ""
+    raise ClusterConnectionError(
+        f"what listens {where} did not answer as a Ray cluster does within {timeout_s:g} s{reason}. Is that the address that "
+        f"'ray start --head' printed? On a slow machine, raise start_timeout_s"
+    )
+
+
+def _is_refusal(error: Exception) -> bool:
+    return "AuthToken" in str(error)
 
 
 def _session_parent() -> Path:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
-from twinkle_remote._local import check_mesh_fits, find_group
+from twinkle_remote._local import check_mesh_fits, find_group, on_devices_of
 from twinkle_remote._packing import ship_definitions
 from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import Component, Execute
@@ -51,7 +51,7 @@ class RayHost:
             mesh = DeviceMesh.from_sizes(dp_size=1 if execute == "first" else group.num_workers)
         elif execute == "all":
             check_mesh_fits(mesh, group)
-        return mesh.with_device_type(group.device_type)
+        return on_devices_of(group, mesh)
 
     def create(
         self,
@@ -69,7 +69,11 @@ class RayHost:
         self._components[component.id] = component
         self._totals.append(component.costs.totals)
         num_workers = 1 if execute == "first" else self.groups[group_name].num_workers
-        component.build(cls, num_workers, args, {**kwargs, "remote_group": group_name, "device_mesh": mesh})
+        try:
+            component.build(cls, num_workers, args, {**kwargs, "remote_group": group_name, "device_mesh": mesh})
+        except BaseException:  # a traceback that somebody keeps would keep it in drawings
+            del self._components[component.id]
+            raise
         self._splits = tuple(sorted({*self._splits, mesh.data_world_size}))
         return component
 

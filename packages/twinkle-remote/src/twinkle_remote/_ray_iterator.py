@@ -23,7 +23,7 @@ class RemoteIterator(Iterator[Any]):
 
     def __init__(self, component: "RayComponent", spec: MethodSpec, numbers: Sequence[int]) -> None:
         self._component = component
-        self._spec = replace(spec, name="__next__", parameters=(), dispatch="all", allow_empty=False, is_generator=False)
+        self._spec = replace(spec, name="__next__", shown=spec.name, parameters=(), dispatch="all", allow_empty=False, is_generator=False)
         self._numbers = tuple(numbers)
         self._restarts = component.restarts
         self._ahead: deque[PendingCall] = deque()

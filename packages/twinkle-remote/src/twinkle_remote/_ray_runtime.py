@@ -50,7 +50,7 @@ class RayRuntime(RayHost):
             self.plan: PlacementPlan | None = plan_placement(self.groups.values(), [machine], cpus_per_rank=cpus_per_rank)
             self._cluster = _ray_cluster.Cluster.start(machine, object_store_bytes, limits.start_timeout_s)
         else:
-            self._cluster = _ray_cluster.Cluster.connect(address)
+            self._cluster = _ray_cluster.Cluster.connect(address, limits.start_timeout_s)
         atexit.register(self.shutdown)
         try:
             if address is not None:

@@ -1,9 +1,9 @@
 """What becomes of ranks that still run a call which has failed on another rank.
 
 They may be about to finish, hard at work, or waiting in a collective for the rank that has failed. They get `peer_grace_s` to finish. Then they
-are looked at each second: a rank hangs if it has used no processor time for some looks in a row, or shares an NCCL group with the others (which
-spins while it waits); a rank that waits for a remote call of its own does not hang, as that call has a deadline. Once all that still run hang,
-nobody can free them, and the component's workers are ended. Whatever they do, they are ended at the deadline of the call.
+are looked at each second: a rank hangs if it has neither used nor wanted a processor for some looks in a row, or shares an NCCL group with the
+others (which spins while it waits); a rank that waits for a remote call of its own does not hang, as that call has a deadline. Once all that
+still run hang, nobody can free them, and the component's workers are ended. Whatever they do, they are ended at the deadline of the call.
 """
 
 import threading
@@ -21,6 +21,7 @@ _POLL_S = 0.2
 _LOOK_S = 1.0
 _LOOK_TIMEOUT_S = 2.0
 _IDLE_LOOKS = 3
+_SILENT_LOOKS = 5  # each takes _LOOK_TIMEOUT_S
 _IDLE_SHARE = 0.05
 
 
@@ -40,6 +41,7 @@ class Settlement(threading.Thread):
         self._grace_s = component.limits.peer_grace_s
         self._deadline = time.monotonic() + max(self._grace_s, call.timeout_s - (time.time() - call.submit_s))
         self._idle_looks: dict[int, int] = {}
+        self._silent_looks: dict[int, int] = {}
         self._last: dict[int, tuple[float, float]] = {}
 
     def run(self) -> None:
@@ -88,11 +90,13 @@ class Settlement(threading.Thread):
     def _hangs(self, rank: int, answer: dict[str, Any] | None, now: float) -> bool:
         if answer is not None and answer["nccl"]:
             return True
-        before_cpu_s, before = self._last.get(rank, (0.0, now))
-        if answer is not None:
-            self._last[rank] = (answer["cpu_s"], now)
-        # One that does not answer either is in native code, at work or not; it counts as hung only if it stays so.
-        idle = answer is None or (not answer["waiting"] and now > before and answer["cpu_s"] - before_cpu_s < _IDLE_SHARE * (now - before))
+        if answer is None:  # in native code that holds the interpreter, at work or not; it counts as hung only if it stays so
+            self._silent_looks[rank] = self._silent_looks.get(rank, 0) + 1
+            return self._silent_looks[rank] >= _SILENT_LOOKS
+        self._silent_looks[rank] = 0
+        before_busy_s, before = self._last.get(rank, (0.0, now))
+        self._last[rank] = (answer["busy_s"], now)
+        idle = not answer["waiting"] and now > before and answer["busy_s"] - before_busy_s < _IDLE_SHARE * (now - before)
         self._idle_looks[rank] = self._idle_looks.get(rank, 0) + 1 if idle else 0
         return self._idle_looks[rank] >= _IDLE_LOOKS
 
