@@ -25,6 +25,7 @@ NOT_INSTALLED = {
     "twinkle-train": ("ray", "transformers", "megatron", "vllm"),
     "twinkle-sync": ("ray", "transformers", "megatron", "vllm"),
     "twinkle-megatron": ("ray", "vllm"),
+    "twinkle-transformers": ("ray", "vllm", "megatron"),
     "twinkle-vllm": ("ray", "vllm", "megatron"),
     "twinkle-rl": ("ray", "transformers", "megatron", "vllm", "matplotlib"),
 }
@@ -34,6 +35,7 @@ WITHOUT_EXTRA = {
     "twinkle-remote": [("import twinkle_remote as r; r.initialize('ray', groups=[])", "pip install 'twinkle-remote[ray]'")],
     "twinkle-rl": [
         ("from twinkle.model import MegatronModel", "pip install 'twinkle-rl[megatron]'"),
+        ("from twinkle.model import TransformersModel", "pip install 'twinkle-rl[transformers]'"),
         ("from twinkle.sampler import vLLMSampler", "pip install 'twinkle-rl[vllm]'"),
     ],
 }

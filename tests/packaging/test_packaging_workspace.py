@@ -19,6 +19,7 @@ NOT_LOADED = {
     "twinkle-train": ("ray", "transformers", "megatron", "vllm"),
     "twinkle-sync": ("ray", "transformers", "megatron", "vllm"),
     "twinkle-megatron": ("ray", "vllm"),
+    "twinkle-transformers": ("ray", "vllm", "megatron"),
     "twinkle-vllm": ("ray", "vllm", "megatron", "transformers"),
     "twinkle-rl": ("torch", "ray", "transformers", "megatron", "vllm", "matplotlib"),
 }

@@ -23,7 +23,7 @@ from twinkle import DeviceGroup
 from twinkle.utils import DeviceMesh
 from twinkle.dataset import Dataset
 from twinkle.dataloader import DataLoader
-from twinkle.model import MegatronModel
+from twinkle.model import MegatronModel, TransformersModel
 from twinkle.sampler import vLLMSampler
 assert twinkle.MegatronModel is MegatronModel and twinkle.vLLMSampler is vLLMSampler and twinkle.DataLoader is DataLoader
 assert callable(twinkle.initialize)
@@ -36,13 +36,20 @@ dataset = PackingDataset(
 )
 assert [row.position_ids.tolist() for row in dataset] == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]], list(dataset)
 assert len(list(IterablePackingDataset(dataset=base_dataset, max_length=8192))) == 1
-print(MegatronModel.__module__.split('.')[0], vLLMSampler.__module__.split('.')[0])
+print(MegatronModel.__module__.split('.')[0], TransformersModel.__module__.split('.')[0], vLLMSampler.__module__.split('.')[0])
 """
     done = _python(code)
-    assert done.stdout.split() == ["twinkle_megatron", "twinkle_vllm"], done.stderr
+    assert done.stdout.split() == ["twinkle_megatron", "twinkle_transformers", "twinkle_vllm"], done.stderr
 
 
-@pytest.mark.parametrize(("module", "extra", "line"), [("twinkle_megatron", "megatron", "MegatronModel"), ("twinkle_vllm", "vllm", "vLLMSampler")])
+@pytest.mark.parametrize(
+    ("module", "extra", "line"),
+    [
+        ("twinkle_megatron", "megatron", "MegatronModel"),
+        ("twinkle_transformers", "transformers", "TransformersModel"),
+        ("twinkle_vllm", "vllm", "vLLMSampler"),
+    ],
+)
 def test_a_missing_layer_is_named_with_its_install_line(module, extra, line):
     # None in sys.modules makes an import of the module fail as if it were not installed.
     code = f"""

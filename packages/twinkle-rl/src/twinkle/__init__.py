@@ -1,6 +1,6 @@
-"""Twinkle: compose Megatron trainers and vLLM samplers for RL, SFT and distillation from one driver script.
+"""Twinkle: compose Megatron or Transformers trainers and vLLM samplers for RL, SFT and distillation from one driver script.
 
-The names here come from the layers; `import twinkle` loads no engine (no torch, ray, vLLM or Megatron).
+The names here come from the layers; `import twinkle` loads no engine (no torch, ray, vLLM, Megatron or transformers).
 """
 
 from twinkle._errors import ConfigError, MissingExtraError, RunFolderError, TwinkleError, WarmupError
@@ -27,6 +27,7 @@ _LAZY = {
     "SamplingParams": "twinkle_data",
     "Template": "twinkle_data",
     "Trajectory": "twinkle_data",
+    "TransformersModel": "twinkle_transformers",
     "group_advantages": "twinkle_train",
     "vLLMSampler": "twinkle_vllm",
 }
@@ -48,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "Template",
     "Trajectory",
+    "TransformersModel",
     "TwinkleError",
     "WarmupError",
     "current_runtime",

@@ -23,6 +23,7 @@ from twinkle_remote import remote_function as remote_function
 from twinkle_remote import shutdown as shutdown
 from twinkle_sync import CheckpointEngineManager as CheckpointEngineManager
 from twinkle_train import group_advantages as group_advantages
+from twinkle_transformers import TransformersModel as TransformersModel
 from twinkle_vllm import vLLMSampler as vLLMSampler
 
 __all__: list[str]

@@ -39,4 +39,4 @@ def load(package: str, extras: Mapping[str, str]) -> Any:
         raise MissingExtraError(f"{package} is not installed: pip install 'twinkle-rl[{extras[package]}]'", name=package) from error
 
 
-EXTRAS = {"twinkle_megatron": "megatron", "twinkle_vllm": "vllm"}
+EXTRAS = {"twinkle_megatron": "megatron", "twinkle_transformers": "transformers", "twinkle_vllm": "vllm"}

@@ -28,6 +28,7 @@ PARTS = (
     Part("twinkle-train", "twinkle_train", "losses, trainer contract", "pip install twinkle-train"),
     Part("twinkle-sync", "twinkle_sync", "weight transfer", "pip install twinkle-sync"),
     Part("twinkle-megatron", "twinkle_megatron", "MegatronModel", "pip install 'twinkle-rl[megatron]'"),
+    Part("twinkle-transformers", "twinkle_transformers", "TransformersModel", "pip install 'twinkle-rl[transformers]'"),
     Part("twinkle-vllm", "twinkle_vllm", "vLLMSampler", "pip install 'twinkle-rl[vllm]'"),
     Part("torch", "torch", "tensors", "pip install twinkle-train"),
     Part("megatron-core", "megatron.core", "training engine", "pip install 'twinkle-rl[megatron]'"),

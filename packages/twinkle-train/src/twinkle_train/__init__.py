@@ -1,6 +1,7 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
 from ._advantages import GRPOAdvantage, group_advantages
+from ._checkpoint_writer import CheckpointWriter, generators_path, read_checkpoint_pieces
 from ._checkpoints import (
     AdapterProgress,
     CheckpointInfo,
@@ -31,6 +32,7 @@ from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
 from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
 from ._optimizer import OptimizerConfig, build_torch_optimizer
+from ._pieces import Piece
 from ._process_group import init_process_group
 from ._remote import remote_train_methods
 from ._rewards import ExactMatchReward, Reward, last_word
@@ -45,6 +47,7 @@ __all__ = [
     "CallOrderError",
     "CheckpointError",
     "CheckpointInfo",
+    "CheckpointWriter",
     "ComputeLoss",
     "ConfigError",
     "CrossEntropyLoss",
@@ -64,6 +67,7 @@ __all__ = [
     "NonFiniteError",
     "OptimizerConfig",
     "PeerError",
+    "Piece",
     "ProcessGroupError",
     "ReduceGroups",
     "Reward",
@@ -79,6 +83,7 @@ __all__ = [
     "build_torch_optimizer",
     "collect_model_output",
     "combine_metrics",
+    "generators_path",
     "group_advantages",
     "init_process_group",
     "last_word",
@@ -88,6 +93,7 @@ __all__ = [
     "prune_checkpoints",
     "publish_checkpoint",
     "read_checkpoint",
+    "read_checkpoint_pieces",
     "reduce_max",
     "reduce_sum",
     "reduce_totals",

@@ -2,6 +2,6 @@
 
 from twinkle._exports import EXTRAS, lazy_exports
 
-__all__ = ["MegatronModel"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["MegatronModel", "TransformersModel"]  # pyright: ignore[reportUnsupportedDunderAll]
 
-__getattr__ = lazy_exports(__name__, {"MegatronModel": "twinkle_megatron"}, EXTRAS)
+__getattr__ = lazy_exports(__name__, {"MegatronModel": "twinkle_megatron", "TransformersModel": "twinkle_transformers"}, EXTRAS)

@@ -1,0 +1,211 @@
+"""Writes training checkpoints: all ranks in parallel, at once or in the background, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._checkpoints import CheckpointInfo, begin_checkpoint, publish_checkpoint, unfinished_path
+from ._errors import CheckpointError
+from ._pieces import Piece
+from ._torch_dist import Box, finish, read_pieces, share_out, write_pieces
+
+
+@dataclass
+class _Writing:
+    """A checkpoint that is written in the background."""
+
+    target: Path
+    thread: threading.Thread | None = None
+    failure: str | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint after another. All ranks make the same calls.
+
+    Ranks agree over a gloo group of its own, which a background thread may use while training communicates over others.
+
+    Args:
+        timeout_s: how long ranks wait for one another.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._group: Any = None
+        self._writing: _Writing | None = None
+        self._planned: tuple[Any, list[list[Box]], list[set[Box]]] | None = None
+        # Kept from one background save to the next: memory touched for the first time takes several times as long to fill.
+        self._staged: dict[Box, torch.Tensor] = {}
+
+    def save(self, target: Path, info: CheckpointInfo, pieces: Sequence[Piece], generators: Mapping[str, Any], *, background: bool) -> None:
+        """Writes a checkpoint; in the background the tensors are copied first, into host memory that is kept for the next until `close`.
+
+        Raises:
+            CheckpointError: it could not be written, or an earlier one in the background could not; on every rank.
+        """
+        self.wait()
+        group = self._own_group()
+        failure: str | None = None
+        if dist.get_rank() == 0:
+            try:
+                begin_checkpoint(target)
+            except OSError as error:
+                failure = f"could not make a folder beside {target}: {error.strerror}. Choose another folder"
+        own = [piece for piece in pieces if not piece.is_copy]
+        boxes_of_ranks, shares = self._plan(info, [Box.of(piece) for piece in own])
+        failure = _any_failure(failure, group)
+        if failure is not None:
+            raise CheckpointError(failure)
+        mine = [piece for piece in own if Box.of(piece) in shares[dist.get_rank()]]
+        writing = _Writing(target)
+        if not background:
+            self._write(writing, info, mine, generators, boxes_of_ranks)
+            _raise_failure(writing)
+            return
+        copies = self._copies(mine)
+        states = _copied(generators)
+        writing.thread = threading.Thread(target=self._write, args=(writing, info, copies, states, boxes_of_ranks), name=f"write {target.name}")
+        self._writing = writing
+        writing.thread.start()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint that is written in the background is whole.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            assert writing.thread is not None
+            writing.thread.join(2 * self._timeout_s)
+            if writing.thread.is_alive():
+                raise CheckpointError(f"writing {writing.target} in the background did not end within {2 * self._timeout_s:g} s")
+            _raise_failure(writing)
+
+    def check(self, device: torch.device) -> None:
+        """Raises what the checkpoint in the background failed with, on all ranks at the same call; returns at once where it is still written."""
+        if self._writing is None:
+            return
+        state = torch.tensor(int(self._writing.done.is_set()), device=device)
+        dist.all_reduce(state, op=dist.ReduceOp.MIN)
+        if state.item():
+            self.wait()
+
+    def close(self) -> None:
+        """Ends the group; a checkpoint in the background is finished first."""
+        try:
+            self.wait()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+            self._staged = {}
+
+    def _copies(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces with their values as they are now, in host memory."""
+        boxes = [Box.of(piece) for piece in pieces]
+        kept = self._staged
+        self._staged = {box: kept.pop(box) if box in kept else torch.empty(box.size, dtype=box.dtype) for box in boxes}
+        kept.clear()
+        return [replace(piece, tensor=self._staged[box].copy_(piece.tensor.detach())) for piece, box in zip(pieces, boxes, strict=True)]
+
+    def _own_group(self) -> Any:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        return self._group
+
+    def _plan(self, info: CheckpointInfo, boxes: list[Box]) -> tuple[list[list[Box]], list[set[Box]]]:
+        """The boxes of all ranks, and which of them each writes; worked out anew only where an optimizer was changed or began to have states."""
+        kind = [(name, each.optimizer and each.optimizer.name, each.step > 0) for name, each in info.adapters.items()]
+        if self._planned is None or self._planned[0] != kind:
+            boxes_of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(boxes_of_ranks, boxes, group=self._group)
+            self._planned = (kind, boxes_of_ranks, share_out(boxes_of_ranks))
+        return self._planned[1:]
+
+    def _write(
+        self, writing: _Writing, info: CheckpointInfo, pieces: Sequence[Piece], generators: Mapping[str, Any], boxes_of_ranks: list[list[Box]]
+    ) -> None:
+        """This rank's files, then, on rank 0 and when all ranks have written theirs, the rest and the new name."""
+        try:
+            writing.failure = self._write_and_agree(writing.target, info, pieces, generators, boxes_of_ranks)
+        except Exception as error:  # the edge of a thread: `_raise_failure` raises it. A peer that died, for one
+            writing.failure = f"could not write {writing.target}: {type(error).__name__}: {error}"
+        finally:
+            writing.done.set()
+
+    def _write_and_agree(
+        self, target: Path, info: CheckpointInfo, pieces: Sequence[Piece], generators: Mapping[str, Any], boxes_of_ranks: list[list[Box]]
+    ) -> str | None:
+        rank, folder = dist.get_rank(), unfinished_path(target)
+        results: list[Any] = []
+        failure: str | None = None
+        try:
+            results = write_pieces(folder, rank, pieces)
+            torch.save(dict(generators), generators_path(folder, rank))
+        except Exception as error:  # told to the other ranks; a full disk is an OSError or a RuntimeError of torch
+            failure = _message(target, rank, error)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (results, failure), group=self._group)
+        failure = next((each for _, each in gathered if each is not None), None)
+        if failure is None and rank == 0:
+            try:
+                finish(folder, boxes_of_ranks, [each for each, _ in gathered])
+                publish_checkpoint(target, info.to_json())
+            except Exception as error:  # told to the other ranks
+                failure = _message(target, rank, error)
+        return _any_failure(failure, self._group)
+
+
+def generators_path(folder: Path, rank: int) -> Path:
+    """Where the generators' states of a rank are."""
+    return folder / f"generators-{rank}.pt"
+
+
+def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = None) -> None:
+    """Fills the pieces from a checkpoint. Collective, so that no rank goes on alone.
+
+    Raises:
+        CheckpointError: it does not fit, or cannot be read; on every rank.
+    """
+    failure: str | None = None
+    try:
+        read_pieces(path, pieces)
+    except CheckpointError as error:
+        failure = str(error)
+    except (OSError, RuntimeError, KeyError, EOFError) as error:
+        failure = f"could not read {path}: {type(error).__name__}: {error}"
+    failure = _any_failure(failure, group)
+    if failure is not None:
+        raise CheckpointError(failure)
+
+
+def _message(target: Path, rank: int, error: Exception) -> str:
+    reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"could not write {target} (rank {rank}): {reason}. Free space or choose another folder; the checkpoints before are untouched."
+
+
+def _any_failure(failure: str | None, group: Any) -> str | None:
+    """The first rank's failure, on every rank."""
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure, group=group)
+    return next((each for each in failures if each is not None), None)
+
+
+def _raise_failure(writing: _Writing) -> None:
+    if writing.failure is not None:
+        raise CheckpointError(writing.failure)
+
+
+def _copied(states: Any) -> Any:
+    if isinstance(states, Mapping):
+        return {name: _copied(value) for name, value in states.items()}
+    return states.clone() if torch.is_tensor(states) else states

@@ -1,0 +1,71 @@
+"""TransformersModel: the trainer as a remote class."""
+
+import os
+
+from twinkle_mesh import DeviceMesh
+from twinkle_remote import remote_class, remote_function
+from twinkle_sync import WeightSender
+from twinkle_train import remote_train_methods
+
+from ._trainer import MixedPrecision, TransformersTrainer
+
+
+@remote_class(execute="all")
+@remote_train_methods
+class TransformersModel(TransformersTrainer, WeightSender):
+    """Trains any causal language model of transformers, on GPUs and on CPUs, data parallel and sharded (FSDP2).
+
+    It follows the trainer contract (`twinkle_train.TrainModel`, where every method is described): every layout gives the loss, gradients and
+    updated weights of one process, to rounding. Rows may be padded, packed, or padding-free; a model whose code would let the sequences of a row see
+    one another is found out when it is made, and refuses such rows.
+
+    Args:
+        model_id: a local folder with a Hugging Face checkpoint (config.json, weights).
+        device_mesh: dp_size and fsdp_size; weights are sharded over fsdp, replicated over dp. Default: data parallel over the group's workers.
+        mixed_precision: 'no' (float32) or 'bf16' (forward and backward in bfloat16; weights, reduced gradients and the optimizer in float32).
+        remote_group: the device group whose workers hold the model, in mode 'ray'.
+        seed: of dropout's generators. Weights come from the checkpoint, so all layouts start alike.
+        activation_checkpointing: compute each layer again in backward instead of keeping its activations.
+        attn_implementation: 'eager', 'sdpa', 'flex_attention' or 'flash_attention_2' ...; None: what transformers takes for the model.
+        trust_remote_code: run code that is in the checkpoint's folder.
+        timeout_s: how long ranks wait for one another, at start and in every collective.
+
+    Raises:
+        ModelNotFoundError: no checkpoint at model_id. UnsupportedModelError: transformers does not know it, or it cannot be sharded.
+        LayoutError: the mesh has an axis that this trainer does not have, or is not that of the processes. ConfigError: a wrong option.
+    """
+
+    def __init__(
+        self,
+        model_id: str | os.PathLike[str],
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: MixedPrecision = "no",
+        remote_group: str | None = None,
+        *,
+        seed: int = 0,
+        activation_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        timeout_s: float = 600,
+    ) -> None:
+        del remote_group  # remote_class has read it
+        super().__init__(
+            model_id,
+            device_mesh,
+            mixed_precision,
+            seed=seed,
+            activation_checkpointing=activation_checkpointing,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            timeout_s=timeout_s,
+        )
+
+    @classmethod
+    def __worker_env__(cls, device_type: str) -> dict[str, str]:
+        """The environment that the workers of a group need."""
+        return {} if device_type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def close(self) -> None:
+        """Takes this model's attention out of transformers' registries. The model must not be used afterwards."""
+        super().close()

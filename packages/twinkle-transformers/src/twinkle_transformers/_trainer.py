@@ -1,0 +1,312 @@
+"""The trainer contract over a model of transformers, without remoting."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from twinkle_data import Batch, InputProcessor
+from twinkle_mesh import DeviceMesh, launcher_world_size
+from twinkle_train import (
+    CheckpointInfo,
+    CheckpointWriter,
+    ComputeLoss,
+    ConfigError,
+    InputError,
+    Inputs,
+    OptimizerConfig,
+    Piece,
+    ReduceGroups,
+    Row,
+    TokenOutputs,
+    TrainerBase,
+    generators_path,
+    init_process_group,
+    read_checkpoint_pieces,
+)
+
+from ._attention import Attention
+from ._errors import CheckpointError, UnsupportedModelError
+from ._groups import Groups, check_mesh
+from ._inputs import ModelInputs, model_inputs
+from ._loading import check_same_model, find_checkpoint, load_model
+from ._logprobs import token_logprobs
+from ._optimizer import Optimizer
+from ._packing import packing_fault, takes_positions
+from ._saving import save_checkpoint
+from ._sharding import shard_model
+from ._weights import Weights
+
+logger = logging.getLogger(__name__)
+
+MixedPrecision = Literal["no", "bf16"]
+
+_DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16}
+
+
+class TransformersTrainer(TrainerBase):
+    """What TransformersModel is on each of its ranks; see there."""
+
+    def __init__(
+        self,
+        model_id: str | os.PathLike[str],
+        device_mesh: DeviceMesh | None = None,
+        mixed_precision: MixedPrecision = "no",
+        *,
+        seed: int = 0,
+        activation_checkpointing: bool = False,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        timeout_s: float = 600,
+    ) -> None:
+        if mixed_precision not in _DTYPES:
+            raise ConfigError(f"mixed_precision is 'no' or 'bf16', not {mixed_precision!r}")
+        mesh = _on_this_machine(device_mesh or DeviceMesh.from_sizes(dp_size=launcher_world_size()))
+        check_mesh(mesh)
+        self._path = find_checkpoint(model_id)
+        self._mesh = mesh
+        self._dtype = _DTYPES[mixed_precision]
+        self._settings = {
+            "model": os.fspath(model_id),
+            "mixed_precision": mixed_precision,
+            "seed": seed,
+            "activation_checkpointing": activation_checkpointing,
+            "attn_implementation": attn_implementation,
+            "trust_remote_code": trust_remote_code,
+        }
+        init_process_group(mesh.device_type, timeout_s)
+        self._groups_of_mesh = groups = Groups(mesh, timeout_s)
+        torch.manual_seed(seed + groups.rank)
+        self._model = model = load_model(self._path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._attention, reason = _attention_of(model)
+        self._packing_fault = packing_fault(model, self._attention, reason)
+        self._takes_positions = takes_positions(model)
+        if activation_checkpointing:
+            _checkpoint_activations(model)
+        model.to(groups.device)
+        if mesh.fsdp_size > 1 or self._dtype != torch.float32:
+            shard_model(model, groups.shard_mesh, experts=(), expert_mesh=groups.expert_shard_mesh, compute_dtype=self._dtype)
+        self._weights = Weights(model, groups)
+        self._optimizer: Optimizer | None = None
+        self._checkpoints = CheckpointWriter(timeout_s)
+        super().__init__(
+            groups=ReduceGroups(data=groups.data, device=groups.device),
+            processor=InputProcessor(pad_token_id=_pad_token_id(model.config, self._vocab_size)),
+            # Shards of weights are gathered inside the model.
+            equal_micro_batches=mesh.fsdp_size > 1,
+            packed_rows=True,
+        )
+
+    # What the contract leaves to an engine.
+
+    def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
+        del adapter_name
+        self._model.train()
+        return self._outputs(batch)
+
+    def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
+        del adapter_name
+        self._model.train(compute_loss is not None)
+        kept: list[TokenOutputs] = []
+        failure: Exception | None = None
+        for index, batch in enumerate(batches):
+            with nullcontext() if compute_loss is not None else torch.no_grad():
+                outputs = self._outputs(batch)
+            if compute_loss is not None:
+                total = outputs.logprobs_BT.sum() * 0.0
+                if failure is None:
+                    try:
+                        total = compute_loss(index, outputs).sum
+                    except Exception as error:  # raised below: peers that run the same model must not be left alone in it
+                        failure = error
+                total.backward()
+            kept.append(TokenOutputs(outputs.logprobs_BT.detach(), outputs.entropy_BT))
+        if failure is not None:
+            raise failure
+        return kept
+
+    def _outputs(self, batch: Batch) -> TokenOutputs:
+        if batch.is_packed and self._packing_fault is not None:
+            raise InputError(f"rows of several sequences would be wrong: {self._packing_fault}. Give one sequence a row")
+        if not self._takes_positions and not batch.valid[:, 0].all():
+            raise InputError(f"{type(self._model).__name__}.forward has no position_ids: pad on the right")
+        inputs = model_inputs(batch, self._groups_of_mesh.device)
+        logits_BTV = self._logits(inputs)
+        return TokenOutputs(*token_logprobs(logits_BTV, inputs.targets_BT, inputs.temperature_BT))
+
+    def _logits(self, inputs: ModelInputs) -> torch.Tensor:
+        positions = {"position_ids": inputs.position_ids_BT} if self._takes_positions else {}
+        with nullcontext() if self._attention is None else self._attention.of(inputs.rows):
+            # Our attention does not look at the mask, but a mask keeps transformers from looking for sequences in position_ids: it is ours to say
+            # which there are. use_cache: transformers 5.19 attends across packed sequences when a cache is made.
+            return self._model(input_ids=inputs.input_ids_BT, attention_mask=inputs.padding_mask_BT, use_cache=False, **positions).logits
+
+    def _reduce_gradients(self, adapter_name: str) -> None:
+        del adapter_name
+        self._weights.reduce_gradients()
+
+    def _scale_gradients(self, adapter_name: str, factor: float) -> None:
+        del adapter_name
+        self._weights.scale_gradients(factor)
+
+    def _gradient_norm(self, adapter_name: str) -> float:
+        del adapter_name
+        return self._weights.gradient_norm()
+
+    def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        del adapter_name
+        self._optimizer = Optimizer(self._weights, config)
+
+    def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
+        del adapter_name
+        assert self._optimizer is not None, "the trainer checks that there is an optimizer"
+        self._checkpoints.check(self._groups_of_mesh.device)
+        self._optimizer.step(learning_rate)
+
+    def _zero_gradients(self, adapter_name: str) -> None:
+        del adapter_name
+        self._weights.zero_gradients()
+
+    def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
+        del adapter_name
+        return _on_rank_zero(self._weights.whole_gradients())
+
+    def _engine_config(self) -> dict[str, Any]:
+        return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
+
+    def _features(self, inputs: Inputs) -> list[Row]:
+        features = super()._features(inputs)
+        for index, feature in enumerate(features):
+            if feature.input_ids.max() >= self._vocab_size:
+                raise InputError(
+                    f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
+                    f"{self._vocab_size}: encode with the tokenizer of this model."
+                )
+        return features
+
+    # Training checkpoints.
+
+    def _checkpoint_entries(self) -> dict[str, Any]:
+        return {
+            "trainer": "TransformersModel",
+            "model_type": self._model.config.model_type,
+            "mixed_precision": self._settings["mixed_precision"],
+            "mesh": dataclasses.asdict(self._mesh),
+        }
+
+    def _pieces(self) -> list[Piece]:
+        return [*self._weights.pieces(), *(self._optimizer.pieces() if self._optimizer is not None else ())]
+
+    def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
+        self._checkpoints.save(target, info, self._pieces(), _generator_states(self._groups_of_mesh.device), background=background)
+
+    def wait_for_checkpoint(self) -> None:
+        self._checkpoints.wait()
+
+    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        self._checkpoints.wait()
+        return super().resume_from_checkpoint(path)
+
+    def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        entries = self._checkpoint_entries()
+        for name in ("trainer", "model_type", "mixed_precision"):
+            if info.engine.get(name) != entries[name]:
+                raise CheckpointError(
+                    f"{path} was written with {name}={info.engine.get(name)!r}, this model has {entries[name]!r}: build it alike, or carry only the "
+                    "weights over with save(path) and load(path)."
+                )
+
+    def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        if self._optimizer is not None:
+            self._optimizer.make_states(info.step)
+        read_checkpoint_pieces(path, self._pieces())
+        if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
+            states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
+            torch.set_rng_state(states["cpu"])
+            if "cuda" in states:
+                torch.cuda.set_rng_state(states["cuda"], self._groups_of_mesh.device)
+        else:
+            logger.info("%s was written by another layout: dropout's generators start anew", path)
+
+    # What the contract leaves to a trainer.
+
+    def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
+        if processor.padding_free and self._packing_fault is not None:
+            raise ConfigError(f"padding_free rows would be wrong: {self._packing_fault}. Set padding_free=False")
+        super().set_processor(processor, adapter_name=adapter_name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        save_checkpoint(self.iter_weights(), self._path, Path(path), self._dtype)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        folder = find_checkpoint(path)
+        check_same_model(folder, self._model.config)
+        trust = bool(self._settings["trust_remote_code"])
+        whole = load_model(folder, attn_implementation=None, trust_remote_code=trust)
+        self._weights.copy_from(whole.state_dict())
+
+    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight, whole, under its Hugging Face name, in the type that forward computes with. Collective: all ranks iterate to the end."""
+        return self._weights.whole_weights(dtype=self._dtype, buffers=True)
+
+    def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
+        self._state(adapter_name)
+        return _on_rank_zero(self._weights.whole_weights())
+
+    def close(self) -> None:
+        """Takes this model's attention out of transformers' registries. The model must not be used afterwards.
+
+        Raises:
+            CheckpointError: a checkpoint that was still written in the background failed.
+        """
+        try:
+            self._checkpoints.close()
+        finally:
+            if self._attention is not None:
+                self._attention.remove()
+                self._attention = None
+
+
+def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states if device.type == "cpu" else states | {"cuda": torch.cuda.get_rng_state(device)}
+
+
+def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:
+    keep = torch.distributed.get_rank() == 0
+    return {name: tensor.to("cpu", torch.float32, copy=True).numpy() for name, tensor in tensors if keep}
+
+
+def _on_this_machine(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.device_type == "cuda" and not torch.cuda.is_available():
+        logger.info("the mesh's device type is 'cuda' and this machine has no GPU: training on the CPU")
+        return mesh.with_device_type("cpu")
+    return mesh
+
+
+def _attention_of(model: Any) -> tuple[Attention | None, str]:
+    """The model's attention, or None and why it cannot be told anything."""
+    try:
+        return Attention(model), ""
+    except UnsupportedModelError as error:
+        return None, str(error)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(f"{type(model).__name__} does not support activation_checkpointing")
+    # Reentrant checkpoints lose gradients of inputs that need none, and recompute in a backward of their own.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _pad_token_id(config: Any, vocab_size: int) -> int:
+    pad = getattr(config, "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < vocab_size else 0

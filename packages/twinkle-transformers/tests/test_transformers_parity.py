@@ -1,0 +1,130 @@
+"""Every layout and form of a batch gives what plain PyTorch makes of each sequence alone; each row has a fault that must be noticed."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+# fp32, largest absolute differences: a few roundings of logits of size 10, of losses of size 6, of gradients up to 0.5; of the norm relative.
+LOSS, LOGPROBS, GRADIENTS, NORM = 1e-6, 1e-5, 2e-6, 1e-6
+SGD_LR = 0.1
+
+# How rows are given and collated: which rows go into one PackedFeature, options of the processor, rows of a micro-batch.
+FORMS: dict[str, tuple[list[int], dict[str, Any], int | None]] = {
+    "right": ([1] * 7, {}, 2),
+    "left": ([1] * 7, {"padding_side": "left"}, 2),
+    "free": ([1] * 7, {"padding_free": True}, 4),
+    "packed": ([2, 3, 1, 1], {"alignment": 8}, 2),
+}
+
+
+def measure_on_rank(
+    path: Path, rows: Sequence[Any], sizes: dict[str, Any], forms: dict[str, Any], options: dict[str, Any], fault: str | None = None
+) -> dict[str, Any]:
+    """Runs on every rank: for each form of the same rows log-probabilities, loss and gradients; and weights after a step of SGD."""
+    from twinkle_data import InputProcessor, PackedFeature
+    from twinkle_mesh import DeviceMesh
+    from twinkle_transformers._trainer import TransformersTrainer
+
+    mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
+    rank = int(os.environ["RANK"])
+    trainer = TransformersTrainer(path, mesh, **options)
+    try:
+        _break(trainer, fault)
+        trainer.set_loss("cross_entropy")
+        trainer.set_optimizer("sgd", lr=SGD_LR)
+        results: dict[str, Any] = {"representatives": mesh.representatives()}
+        for name, (counts, processing, micro_batch_size) in forms.items():
+            ends = np.cumsum(counts)
+            packs = [list(rows[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+            given = [pack[0] if len(pack) == 1 else PackedFeature(features=pack) for pack in packs]
+            share = given[mesh.get_slice(len(given), rank)]
+            trainer.set_processor(InputProcessor(pad_token_id=0, **processing))
+            logprobs = trainer.forward_only(share, micro_batch_size).logprobs
+            loss = trainer.forward_backward(share, micro_batch_size).loss
+            gradients = trainer.export_gradients()
+            results[name] = {"logprobs": logprobs, "loss": loss, "gradients": gradients, "norm": trainer.clip_grad_norm(float("inf"))}
+            if name != list(forms)[-1]:
+                trainer.zero_grad()
+        trainer.step()
+        return results | {"sgd": trainer.export_weights()}
+    finally:
+        trainer.close()
+
+
+def _break(trainer: Any, fault: str | None) -> None:
+    """Leaves out what a layout or a form stands on."""
+    import dataclasses
+
+    from torch.distributed.fsdp import FSDPModule
+
+    groups = trainer._groups_of_mesh
+    if fault == "no sum over replicas":
+        groups.replicas = None
+    elif fault == "norm of one shard":
+        groups.shard = None
+    elif fault == "means of shards, not sums":
+        for module in trainer._model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+    elif fault == "sequences see one another":
+        of = trainer._attention.of
+        trainer._attention.of = lambda rows: of(dataclasses.replace(rows, sequence_ids_BT=None, segments=()))
+
+
+def differences(results: list[dict[str, Any]], form: str, want: dict[str, Any]) -> dict[str, float]:
+    have = np.concatenate([row for rank in results[0]["representatives"] for row in results[rank][form]["logprobs"]])
+    gradients = results[0][form]["gradients"]
+    # Buffers have none.
+    assert gradients.keys() == {name for name in want["gradients"] if not name.endswith("e_score_correction_bias")}
+    return {
+        "logprobs": float(np.abs(have - np.concatenate(want["logprobs"])).max()),
+        "loss": max(abs(result[form]["loss"] - want["loss"]) for result in results),
+        "gradients": max(float(np.abs(value - want["gradients"][name]).max()) for name, value in gradients.items()),
+        "norm": max(abs(result[form]["norm"] / want["norm"] - 1) for result in results),
+    }
+
+
+def worst(results: list[dict[str, Any]], forms: Any, want: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """How many times what is allowed the worst difference is, and all of them."""
+    found: dict[str, Any] = {form: differences(results, form, want) for form in forms}
+    found["sgd"] = max(float(np.abs(value - want["sgd"][name]).max()) for name, value in results[0]["sgd"].items())
+    allowed = {"logprobs": LOGPROBS, "loss": LOSS, "gradients": GRADIENTS, "norm": NORM}
+    # A weight of size 1 is rounded once more.
+    ratios = [found["sgd"] / (SGD_LR * GRADIENTS + 2.5e-7)] + [found[form][name] / allowed[name] for form in forms for name in allowed]
+    return max(ratios), found
+
+
+LEAK = "sequences see one another"
+# name: ranks, family, sizes of the mesh, options, forms, fault that must be noticed, whether it runs by default.
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ...], str, bool]] = {
+    "one sdpa": (1, "qwen3", {}, {}, ("right", "left", "free", "packed"), LEAK, True),
+    "one eager": (1, "qwen3", {}, {"attn_implementation": "eager"}, ("right", "left", "free", "packed"), LEAK, True),
+    "one, recomputed": (1, "mistral", {}, {"activation_checkpointing": True}, ("free", "packed"), LEAK, True),
+    "one gpt_oss": (1, "gpt_oss", {}, {}, ("left", "free", "packed"), LEAK, True),
+    "one afmoe": (1, "afmoe", {}, {}, ("left", "free", "packed"), LEAK, True),
+    "dp2": (2, "qwen3", {"dp_size": 2}, {}, ("right", "packed"), "no sum over replicas", True),
+    "fsdp2": (2, "qwen3", {"fsdp_size": 2}, {}, ("right", "packed"), "norm of one shard", True),
+    "fsdp2, recomputed": (2, "llama", {"fsdp_size": 2}, {"activation_checkpointing": True}, ("free",), "means of shards, not sums", True),
+    "dp2 fsdp2": (4, "qwen3", {"dp_size": 2, "fsdp_size": 2}, {}, ("right", "free"), "no sum over replicas", False),
+    "fsdp4": (4, "qwen2", {"fsdp_size": 4}, {}, ("right",), "norm of one shard", False),
+    "dp2 qwen3_moe": (2, "qwen3_moe", {"dp_size": 2}, {}, ("right",), "no sum over replicas", False),
+    "fsdp2 deepseek_v3": (2, "deepseek_v3", {"fsdp_size": 2}, {}, ("packed",), "norm of one shard", False),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if row[6] else (pytest.mark.full,), id=n) for n, row in LAYOUTS.items()])
+def test_a_layout_equals_plain_pytorch_and_its_fault_is_noticed(name: str, pools: Any, expected: Any, features: list[Any]) -> None:
+    ranks, family, sizes, options, names, fault, _ = LAYOUTS[name]
+    path, want = expected(family)
+    forms = {form: FORMS[form] for form in names}
+    ratio, found = worst(pools(ranks).run(measure_on_rank, path, features, sizes, forms, options, timeout_s=120), forms, want)
+    print(name, found)
+    assert ratio <= 1, found
+    last = dict([list(forms.items())[-1]])
+    ratio, found = worst(pools(ranks).run(measure_on_rank, path, features, sizes, last, options, fault, timeout_s=120), last, want)
+    assert ratio > 100, (fault, found)
