@@ -45,6 +45,17 @@ class Box:
     inside: object
 
 
+class Counting:
+    """A function with a state."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, item):
+        self.calls += 1
+        return item, self.calls
+
+
 def to_rank_of_two(length, i, args, kwargs, device_mesh):
     return (args[0] if i == 1 else "nothing",), {"seen": (length, i, device_mesh.world_size)}
 
@@ -135,6 +146,11 @@ class Part:
         for array in (arrays := [np.array(array) for array in x] if copy else x):
             array += 1
         return arrays
+
+    @tr.remote_function(dispatch="all", collect="first")
+    def bump(self, items):
+        items[-1]["n"] += 1
+        return items
 
     @tr.remote_function(execute="first")
     def __len__(self):
@@ -385,6 +401,14 @@ def test_lazy_results_are_zipped_nested_in_dicts_sliced_joined_and_mapped_across
         quad.echo(rows[:1]).get()
     with pytest.raises(KeyError, match="upstream"):
         quad.echo(pair.fail(0, "upstream")).get()
+
+
+def test_what_comes_with_a_lazy_argument_belongs_to_one_call(pair, quad):
+    lazy = pair.echo([1, 2])
+    mapped = [quad.see(lazy.map(Counting())).get()[0] for _ in range(2)]
+    assert mapped == [[(1, 1), (2, 2)]] * 2
+    joined = [quad.bump(lazy + [3, {"n": 0}]).get() for _ in range(2)]
+    assert joined == [[1, 2, 3, {"n": 1}]] * 2
 
 
 def test_many_calls_leave_no_references_and_little_memory(pair):

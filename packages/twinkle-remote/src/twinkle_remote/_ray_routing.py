@@ -13,10 +13,9 @@ from twinkle_remote._dispatch import Part, check_enough
 from twinkle_remote._errors import DispatchError, WorkerDiedError
 from twinkle_remote._failures import Failure, summarize
 from twinkle_remote._lazy import slots
-from twinkle_remote._packing import unpack
 from twinkle_remote._ray_api import ray
 from twinkle_remote._ray_messages import Header, Here, Leaf, Tree
-from twinkle_remote._ray_wire import Message
+from twinkle_remote._ray_wire import Message, read_header
 from twinkle_remote._shards import Given, Stored, heard
 from twinkle_remote._views import Batch, Held, Recipe
 
@@ -48,7 +47,7 @@ def route(packed_header: bytes, parts: Sequence[Part | None], *answers: Any) -> 
     """The task that writes the recipes of many consumers; a Failure of a producer goes to all of them."""
     heard_answers = [heard(answer) for answer in answers]
     failed = first_failure(heard_answers)
-    header: Header = unpack(packed_header)
+    header = read_header(packed_header)
     written = [routed(header, part, heard_answers) if failed is None else failed for part in parts]
     return written[0] if len(written) == 1 else written
 

@@ -14,11 +14,12 @@ from typing import Any, cast
 
 from twinkle_remote._dispatch import Column, Part, Share, Template
 from twinkle_remote._lazy import LazyResult, packing, read_slot
-from twinkle_remote._packing import Packed, dump_plain, is_plain_array, pack, pack_apart, view_array
+from twinkle_remote._packing import Packed, dump_plain, is_plain_array, pack, pack_apart, unpack, view_array
 from twinkle_remote._ray_messages import Header
 from twinkle_remote._sequences import is_array
 
 STORE_BYTES = 64 << 10
+_WITH_SLOTS = b"slots"  # no pickle begins so
 _PLAIN_ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -141,7 +142,16 @@ def plain_header(header: Header) -> bytes:
 
 def packed_header(header: Header) -> bytes:
     """A header, packed. Raises what pickling raises."""
-    return pack(header) if header.slots else plain_header(header)
+    return _WITH_SLOTS + pack(header) if header.slots else plain_header(header)
+
+
+def read_header(packed: bytes) -> Header:
+    """A header that has arrived.
+
+    Those without slots are few and are kept. One with slots holds the caller's values and functions: they belong to one call, which may change
+    them, and they may be large.
+    """
+    return unpack(memoryview(packed)[len(_WITH_SLOTS) :]) if packed.startswith(_WITH_SLOTS) else _plain_header(packed)
 
 
 def write(header: bytes, part: Part | None, arguments: Packed | None, columns: Packed | None) -> bytes | Packed:
@@ -157,7 +167,7 @@ def read(message: Any, following: Sequence[Any]) -> tuple[Message, Sequence[Any]
     header, place, inside, packed_columns = pickle.loads(message) if isinstance(message, bytes) else message.unpack()
     arguments, rest = (following[0], following[1:]) if inside is None else (Packed(*inside), following)
     columns: list[Any] = [] if packed_columns is None else Packed(*packed_columns).unpack()
-    return Message(_header(header), None if place is None else Part(*place), arguments, columns), rest
+    return Message(read_header(header), None if place is None else Part(*place), arguments, columns), rest
 
 
 def unpack_arguments(message: Message) -> tuple[Any, Any]:
@@ -175,5 +185,5 @@ def _flat(packed: Packed | None) -> tuple[Any, ...] | None:
 
 
 @lru_cache(maxsize=512)
-def _header(packed: bytes) -> Header:
+def _plain_header(packed: bytes) -> Header:
     return pickle.loads(packed)
