@@ -19,7 +19,7 @@ import twinkle_remote as tr
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import _ray_sending, _shards
 from twinkle_remote._collect import combine, contributors, flatten
-from twinkle_remote._dispatch import Part, share_out
+from twinkle_remote._dispatch import Part, all_differ, share_out
 from twinkle_remote._lazy import ValueSource
 from twinkle_remote._packing import Packed, pack_apart, unpack
 from twinkle_remote._protocol import MethodSpec
@@ -135,6 +135,20 @@ def test_a_batch_that_is_split_over_a_mesh_and_collected_comes_back(no_ray, kind
             assert sum(map(len, parts)) == n
 
     check()
+
+
+def test_what_is_sliced_over_all_workers_is_collected_from_all(no_ray):
+    mesh = DeviceMesh.from_sizes(pp_size=2, dp_size=2, tp_size=2)
+    batch = list(range(8))
+    shares = share_out(spec("slice"), (batch,), {}, 8, mesh)
+    results = run(spec("slice"), mesh, (batch,))
+    ranks = contributors("flatten", 8, mesh, no_copies=all_differ(shares))
+    assert Stored([results[rank] for rank in ranks], "flatten", mesh, None).whole().run(None) == batch
+    assert contributors("sum", 8, mesh, no_copies=True) == tuple(range(8))
+    assert contributors("last_pp", 8, mesh, no_copies=True) == (4, 5, 6, 7)
+    # The control: what all workers got alike, and what was cut over the data ranks, is taken once.
+    for other, args in (("slice", (3,)), ("all", (batch,)), ("slice_dp", (batch,))):
+        assert not all_differ(share_out(spec(other), args, {}, 8, mesh))
 
 
 def part_bounds(n, parts, index):

@@ -156,6 +156,31 @@ def test_mean_and_sum_cover_the_keys_of_all_ranks():
         combine("mean", ["a", "b"], mesh)
 
 
+def test_mean_and_sum_of_small_types_neither_overflow_nor_drift():
+    torch = pytest.importorskip("torch")
+    mesh = DeviceMesh.from_sizes(dp_size=2)
+    for make in (lambda x, kind: np.array([x], kind), lambda x, kind: torch.tensor([x], dtype=getattr(torch, kind)), lambda x, kind: np.dtype(kind).type(x)):
+        assert combine("mean", [make(200, "uint8")] * 2, mesh).item() == 200
+        assert combine("sum", [make(200, "uint8")] * 2, mesh).item() == 400
+        assert combine("mean", [make(True, "bool")] * 2, mesh).item() == 1
+        assert combine("sum", [make(True, "bool")] * 3, mesh).item() == 3
+        assert combine("sum", [make(2**31 - 1, "int32")] * 2, mesh).item() == 2**32 - 2
+        halves = [make(60000, "float16")] * 2
+        assert combine("mean", halves, mesh).item() == 60000
+        assert combine("mean", halves, mesh, [300.0, 301.0]).dtype == halves[0].dtype
+        assert combine("mean", [make(1, "float64"), make(2, "float16")], mesh).item() == 1.5
+    many = combine("mean", [torch.tensor(1.0, dtype=torch.bfloat16)] * 128, DeviceMesh.from_sizes(dp_size=128), [1000.0 + i for i in range(128)])
+    assert (many.item(), many.dtype) == (1.0, torch.bfloat16)
+
+
+def test_flatten_keeps_masks_and_records():
+    mesh = DeviceMesh.from_sizes(dp_size=2)
+    masked = combine("flatten", [np.ma.array([1, 2], mask=[False, True]), np.ma.array([3, 4], mask=[True, False])], mesh)
+    assert masked.filled(0).tolist() == [1, 0, 0, 4]
+    records = combine("flatten", [np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])] * 2, mesh)
+    assert records.a.tolist() == [1, 1]
+
+
 def test_mean_counts_tp_peers_once():
     assert collected("mean", [1.0, 1.0, 5.0, 5.0], DP2_TP2) == 3.0
     assert collected("sum", [1.0, 1.0, 5.0, 5.0], DP2_TP2) == 6.0

@@ -16,6 +16,7 @@ import pytest
 
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, DeviceMesh
+from twinkle_remote._decorators import remote_methods
 from twinkle_remote._views import Held
 
 
@@ -324,6 +325,30 @@ def test_stats_count_what_ran_in_process():
         assert (stats.group, stats.workers) == (None, 1)
         assert (stats.methods["add"].calls, stats.methods["add"].failures) == (2, 1)
         assert "group g: 1 cpu worker" in runtime.draw()
+
+
+def test_an_override_from_a_plain_class_is_remote_and_one_that_is_no_method_is_not():
+    class Mixin:
+        def add(self, values):
+            return ["mixin", *super().add(values)]
+
+    class Mixed(Mixin, Adder):
+        pass
+
+    without = type("Without", (Adder,), {"add": None, "describe": staticmethod(len)})
+    added = Mixed(1).add([1])
+    assert isinstance(added, tr.LazyResult)
+    assert added.get() == ["mixin", 2]
+    assert "add" in remote_methods(Mixed)
+    assert not {"add", "describe"} & remote_methods(without).keys()
+    with pytest.raises(tr.DecorationError, match="staticmethod has no object"):
+
+        @tr.remote_class()
+        class Static:
+            @staticmethod
+            @tr.remote_function()
+            def method(x):
+                """There is nothing that could be remote."""
 
 
 def test_a_subclass_is_a_remote_class_and_its_overrides_are_remote():

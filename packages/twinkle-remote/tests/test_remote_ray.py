@@ -2,6 +2,7 @@
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -147,6 +148,19 @@ class Part:
             array += 1
         return arrays
 
+    @tr.remote_function(dispatch="slice", collect="flatten")
+    def evenly(self, x):
+        return x
+
+    @tr.remote_function(dispatch="slice", collect="sum", lazy_collect=False)
+    def total(self, x):
+        return sum(x)
+
+    @tr.remote_function(dispatch="slice", collect="flatten")
+    def one_by_one(self, x):
+        for item in x:
+            yield [item]
+
     @tr.remote_function(dispatch="all", collect="first")
     def bump(self, items):
         items[-1]["n"] += 1
@@ -170,6 +184,8 @@ class Part:
                 raise Unpicklable
             if error == "file":
                 raise FileNotFoundError(2, "no such file", "/nowhere")
+            if error == "cancelled":
+                raise asyncio.CancelledError
             if error == "exit":
                 raise SystemExit(3)
             if error == "kill":
@@ -336,6 +352,13 @@ def test_dispatch_errors_come_before_anything_is_sent(quad):
         quad.echo([1])
     with pytest.raises(tr.DispatchError, match="x has 4, allow has 5"):
         quad.even([1] * 4, allow=[1] * 5)
+
+
+def test_what_is_sliced_over_tp_peers_too_is_collected_from_all_of_them(quad, pair):
+    assert quad.evenly(list(range(8))).get() == list(range(8))
+    assert pair.echo(quad.evenly(quad.evenly(list(range(8))))).get() == list(range(8))
+    assert quad.total(list(range(8))) == 28
+    assert [list(step) for step in quad.one_by_one(list(range(8)))] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_mean_covers_all_keys_and_counts_tp_peers_once(quad):
@@ -562,6 +585,8 @@ def test_exceptions_that_cannot_travel_become_worker_errors(pair):
         pair.fail(0, "unpicklable").get()
     with pytest.raises(tr.WorkerError, match="SystemExit: 3"):
         pair.fail(0, "exit").get()
+    with pytest.raises(tr.WorkerError, match=r"CancelledError\n  raised by Part.fail on rank 1 of group 'pair'"):
+        pair.fail(1, "cancelled").get()
     with pytest.raises(TypeError, match="generator"):
         pair.give_a_generator().get()
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._errors import CollectError
 from twinkle_remote._protocol import Collect
-from twinkle_remote._sequences import are_batches, batch_kind, is_array, is_tensor, join
+from twinkle_remote._sequences import are_batches, batch_kind, is_array, is_tensor, join, narrowed, widened
 
 T = TypeVar("T")
 
@@ -35,16 +35,19 @@ def unweighted(value: Any) -> tuple[Any, float | None]:
     return (value.value, float(value.weight)) if isinstance(value, Weighted) else (value, None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def contributors(collect: Collect, num_results: int, mesh: DeviceMesh) -> tuple[int, ...]:
+def contributors(collect: Collect, num_results: int, mesh: DeviceMesh, *, no_copies: bool = False) -> tuple[int, ...]:
     """Which of the workers' results `collect` reads.
 
     'first': the first. 'none' and functions: all. The others: one a data group, in data order, from its last pipeline
-    stage; tp, cp and ulysses peers are copies of it.
+    stage; tp, cp and ulysses peers are copies of it. no_copies: every worker had a part of the batch of its own, so all have something to say
+    (all of the last pipeline stage for 'last_pp').
     """
     if collect == "first":
         return (0,)
     if collect == "none" or callable(collect) or num_results != mesh.world_size:
         return tuple(range(num_results))
+    if no_copies:
+        return tuple(range(num_results - num_results // mesh.pp_size if collect == "last_pp" else 0, num_results))
     return mesh.representatives()
 
 
@@ -172,12 +175,13 @@ def _of_key(key: Any, mappings: Sequence[tuple[int, Any]], weights: Sequence[flo
 
 
 def _total(values: Sequence[Any], counts: Sequence[float] | None) -> Any:
+    wide = [widened(value) for value in values]
     if counts is None or len(set(counts)) == 1:  # alike: no multiplication, so that whole numbers and equal values stay exact
-        total = values[0]
-        for value in values[1:]:
+        total = wide[0]
+        for value in wide[1:]:
             total = total + value
-        return total if counts is None else total / len(values)
-    total = values[0] * counts[0]
-    for value, count in zip(values[1:], counts[1:], strict=True):
+        return narrowed(total if counts is None else total / len(wide), values)
+    total = wide[0] * counts[0]
+    for value, count in zip(wide[1:], counts[1:], strict=True):
         total = total + value * count
-    return total / sum(counts)
+    return narrowed(total / sum(counts), values)

@@ -138,7 +138,8 @@ def remote_function(
     execute: 'all' workers, or only the 'first'.
     collect: how results come together.
         'none': the list of all workers' results (of one worker: its result);
-        'flatten': one result a data group, joined as one process would have returned it;
+        'flatten': one result a data group (of a batch that was cut over all workers: every worker's), joined as one process would have
+        returned it;
         'mean', 'sum': over the data groups, key by key in dicts (over the ranks that have the key). In a mean each result counts as many
         items as its worker was given, or, where the method returns a `Weighted`, what that says;
         'first': the first worker's; 'last_pp': the last pipeline stage's, one a data group, joined like 'flatten';
@@ -171,7 +172,7 @@ def remote_function(
     def decorate(method: Callable[P, Any]) -> Callable[P, Any]:
         if not inspect.isfunction(method):
             raise DecorationError(
-                f"remote_function decorates methods, not {type(method).__name__}: put it below staticmethod or property, or leave it off"
+                f"remote_function decorates methods, not {type(method).__name__}: put it below property; leave it off static and class methods"
             )
         if inspect.isasyncgenfunction(method):
             raise DecorationError(f"{method.__qualname__}: an async generator cannot be remote: make it a generator, or return a list")
@@ -231,12 +232,14 @@ def remote_class(execute: Execute = "all", *, on_failure: OnFailure = "raise", m
 
 
 def remote_methods(cls: type) -> dict[str, MethodSpec]:
-    """The remote methods of a class, inherited ones included, by name."""
+    """The remote methods of a class, inherited ones included, by name; not those that something else overrides (None, a static method)."""
     found: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, attribute in vars(base).items():
             if (spec := _spec_of(attribute)) is not None:
                 found[name] = spec
+            else:
+                found.pop(name, None)
     return found
 
 
@@ -276,6 +279,11 @@ def _remote_method(method: Callable[..., Any], spec: MethodSpec) -> Callable[...
 
 
 def _install(cls: type, execute: Execute) -> None:
+    for name, attribute in vars(cls).items():
+        if isinstance(attribute, (staticmethod, classmethod)) and _spec_of(attribute.__func__) is not None:  # pyright: ignore[reportUnknownMemberType]
+            raise DecorationError(
+                f"{cls.__name__}.{name}: a {type(attribute).__name__} has no object on the workers, so it cannot be remote: leave remote_function off"  # pyright: ignore[reportUnknownArgumentType]
+            )
     if cls.__dictoffset__ == 0:
         raise DecorationError(f"{cls.__name__}: a remote class keeps its mesh in its __dict__; do not use __slots__ without '__dict__'")
     again = _EXECUTE in vars(cls)
@@ -292,10 +300,12 @@ def _install(cls: type, execute: Execute) -> None:
 
 
 def _inherit_specs(cls: type) -> None:
-    """A method that overrides a remote method is remote in the same way."""
-    for name, attribute in list(vars(cls).items()):
-        inherited = next((_spec_of(vars(base)[name]) for base in cls.__mro__[1:] if name in vars(base)), None)
-        if inherited is None or _spec_of(attribute) is not None:
+    """A method that overrides a remote method is remote in the same way, also where a plain class beside the remote one brings it."""
+    attributes = {name: attribute for base in reversed(cls.__mro__) for name, attribute in vars(base).items()}
+    specs = {name: spec for base in reversed(cls.__mro__) for name, attribute in vars(base).items() if (spec := _spec_of(attribute)) is not None}
+    for name, inherited in specs.items():
+        attribute = attributes[name]
+        if _spec_of(attribute) is not None:
             continue
         if inspect.isfunction(attribute):
             setattr(cls, name, _remote_method(attribute, replace(inherited, is_generator=inspect.isgeneratorfunction(attribute))))

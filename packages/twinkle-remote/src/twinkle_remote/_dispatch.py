@@ -117,6 +117,11 @@ def share_out(spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], n
     return stage * mesh.pp_size
 
 
+def all_differ(shares: list[Share]) -> bool:
+    """Whether every worker gets a part of a batch of its own: no result is a copy of another's."""
+    return len(shares) > 1 and (part := shares[0].part) is not None and part.parts == len(shares)
+
+
 def check_enough(method: str, name: str, total: int, parts: int, of_what: str, allow_empty: bool) -> None:
     """Raises DispatchError if some parts would be empty."""
     if total < parts and not allow_empty:

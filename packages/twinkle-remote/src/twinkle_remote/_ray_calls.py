@@ -270,11 +270,11 @@ def _timed_out(calls: Sequence[PendingCall], open_calls: Sequence[PendingCall], 
 class CallSource:
     """The value of a call, for a LazyResult."""
 
-    def __init__(self, call: PendingCall, mesh: DeviceMesh, collect: Collect, is_open: Callable[[], bool]) -> None:
+    def __init__(self, call: PendingCall, mesh: DeviceMesh, collect: Collect, is_open: Callable[[], bool], *, no_copies: bool = False) -> None:
         self.call = call
         self.mesh = mesh
         self.collect_how: Collect = collect
-        self.ranks = contributors(collect, len(call.references), mesh)
+        self.ranks = contributors(collect, len(call.references), mesh, no_copies=no_copies)
         self._is_open = is_open
 
     def ready(self) -> bool:

@@ -12,7 +12,7 @@ from weakref import ref
 
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._control import ask_all, listens
-from twinkle_remote._dispatch import Share, share_out, whole_share
+from twinkle_remote._dispatch import Share, all_differ, share_out, whole_share
 from twinkle_remote._driver_line import driver_line
 from twinkle_remote._errors import CollectError, ComponentLostError, RemoteError, RuntimeStateError, WorkerDiedError
 from twinkle_remote._lazy import LazyResult
@@ -135,13 +135,16 @@ class RayComponent:
         args = tuple(at_hand(arg) for arg in args)
         kwargs = {name: at_hand(value) for name, value in kwargs.items()}
         num_workers = 1 if spec.execute == "first" else self.num_workers
-        call = self.submit("call", spec, share_out(spec, args, kwargs, num_workers, self.mesh))
+        shares = share_out(spec, args, kwargs, num_workers, self.mesh)
+        call = self.submit("call", spec, shares)
+        no_copies = all_differ(shares)
         if spec.opens_iterator:
             wait_for([call], None)
-            return RemoteIterator(self, spec, [unpack(result.pieces[0].data) for result in call.results if isinstance(result, Result)])
+            numbers = [unpack(result.pieces[0].data) for result in call.results if isinstance(result, Result)]
+            return RemoteIterator(self, spec, numbers, no_copies=no_copies)
         if spec.name == "__next__":
             return self.next_value(spec, call)
-        source = CallSource(call, self.mesh, spec.collect, self.runtime_is_open)
+        source = CallSource(call, self.mesh, spec.collect, self.runtime_is_open, no_copies=no_copies)
         return source.value() if spec.returns_value else LazyResult[Any](source)
 
     def submit(
@@ -164,9 +167,9 @@ class RayComponent:
         self._calls.append(call)
         return call
 
-    def next_value(self, spec: MethodSpec, call: PendingCall) -> Any:
-        """Wait for `__next__`; its value stays where it is unless the method says otherwise. Raises StopIteration at the end, and CollectError
-        where some ranks end before the others."""
+    def next_value(self, spec: MethodSpec, call: PendingCall, *, no_copies: bool = False) -> Any:
+        """Wait for `__next__`; its value stays where it is unless the method says otherwise. no_copies: see `contributors`. Raises StopIteration at
+        the end, and CollectError where some ranks end before the others."""
         wait_for([call], None)
         ended = [rank for rank, result in enumerate(call.results) if isinstance(result, Stop)]
         if len(ended) == len(call.results):
@@ -176,7 +179,7 @@ class RayComponent:
                 f"ranks {ended} of {self.describe()} came to the end of the iteration from {call.line} before the others, whose items would be "
                 f"lost: have all ranks yield as often"
             )
-        lazy = LazyResult[Any](CallSource(call, self.mesh, spec.collect, self.runtime_is_open))
+        lazy = LazyResult[Any](CallSource(call, self.mesh, spec.collect, self.runtime_is_open, no_copies=no_copies))
         return lazy.get() if spec.sync or not spec.lazy_collect else lazy
 
     def calls_before(self, call: PendingCall) -> list[PendingCall]:

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 class RemoteIterator(Iterator[Any]):
     """What `__iter__` and generator methods of a component on workers return. Each worker that takes part holds an iterator of its own.
 
-    numbers: of the iterators, by rank. With `prefetch=n` the workers are n steps ahead of what was asked for. Generators whose iterator is closed
+    numbers: of the iterators, by rank. no_copies: see `contributors`. With `prefetch=n` the workers are n steps ahead of what was asked for. Generators whose iterator is closed
     or dropped are closed on the workers: their `finally` blocks run there.
     """
 
-    def __init__(self, component: "RayComponent", spec: MethodSpec, numbers: Sequence[int]) -> None:
+    def __init__(self, component: "RayComponent", spec: MethodSpec, numbers: Sequence[int], *, no_copies: bool) -> None:
         self._component = component
         self._spec = replace(spec, name="__next__", shown=spec.name, parameters=(), dispatch="all", allow_empty=False, is_generator=False)
         self._numbers = tuple(numbers)
+        self._no_copies = no_copies
         self._restarts = component.restarts
         self._ahead: deque[PendingCall] = deque()
         self._done = False
@@ -38,7 +39,7 @@ class RemoteIterator(Iterator[Any]):
         try:
             while len(self._ahead) <= self._spec.prefetch:
                 self._ahead.append(self._submit("call", self._spec))
-            return self._component.next_value(self._spec, self._ahead.popleft())
+            return self._component.next_value(self._spec, self._ahead.popleft(), no_copies=self._no_copies)
         except BaseException:
             self._finish(everywhere=True)
             raise

@@ -69,7 +69,7 @@ class Worker:
                 with _state.running(self._target):
                     _event_loop.finish(self._target.restore())
             return _nothing(start_s)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also a SystemExit or a CancelledError: the caller hears of it, and its peers are seen to
             return self._failure("__init__", error)
 
     def call(self, packed: Any, *following: Any) -> Any:
@@ -111,7 +111,7 @@ class Worker:
             if iterator is not None:
                 self._iterators.pop(iterator, None)
             return Stop(start_s, time.time())
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also a SystemExit or a CancelledError: the caller hears of it, and its peers are seen to
             return self._failure(method, error)
 
     def close_iterator(self, which: Any, *_: Any) -> Any:
@@ -124,7 +124,7 @@ class Worker:
                 with _state.running(self._target):
                     iterator.close()
             return _nothing(start_s)
-        except Exception as error:
+        except BaseException as error:
             return self._failure("close", error)
 
     def _keep_iterator(self, iterator: Any) -> int:

@@ -119,10 +119,42 @@ def join(parts: Sequence[Any]) -> Any:
         raise CollectError(f"cannot join batches of different types: {', '.join(sorted({type(part).__name__ for part in parts}))}")
     kind = kinds.pop()
     if kind == "array":
-        import numpy as np
-
-        return np.concatenate(parts)
+        return _concatenated(parts)
     if kind == "tensor":
         return _torch().cat([part.detach() if part.requires_grad else part for part in parts])
     items = [item for part in parts for item in part]
     return tuple(items) if kind == "tuple" else items
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    import numpy
+
+    np: Any = numpy
+    if any(isinstance(array, np.ma.MaskedArray) for array in arrays):
+        return np.ma.concatenate(arrays)  # numpy's own forgets the masks
+    whole = np.concatenate(arrays)
+    kinds: set[type] = set(map(type, arrays))
+    return whole.view(kinds.pop()) if len(kinds) == 1 and type(whole) is np.ndarray else whole  # record arrays come back as plain ones
+
+
+def widened(value: Any) -> Any:
+    """A number, array or tensor in a type that sums of many do not overflow: small integers and booleans as 64 bits, halves as 32. As numpy's
+    and torch's own sums do; `+` does not."""
+    if is_tensor(value):
+        torch = _torch()
+        if value.dtype.is_floating_point:
+            return value.float() if value.element_size() < 4 else value
+        return value if value.dtype.is_complex or value.element_size() == 8 else value.to(torch.int64)
+    dtype: Any = getattr(value, "dtype", None)
+    wide = {"b": "i8", "i": "i8", "u": "u8", "f": "f4"}.get(getattr(dtype, "kind", ""))
+    return value.astype(wide) if wide is not None and dtype.itemsize < int(wide[1]) else value
+
+
+def narrowed(total: Any, values: Sequence[Any]) -> Any:
+    """The total of values that were halves as one again. Whole numbers stay wide."""
+    dtype: Any = getattr(values[0], "dtype", None)
+    if dtype is None or any(getattr(value, "dtype", None) != dtype for value in values):
+        return total
+    if is_tensor(total):
+        return total.to(dtype) if dtype.is_floating_point else total
+    return total.astype(dtype) if getattr(dtype, "kind", "") == "f" else total
