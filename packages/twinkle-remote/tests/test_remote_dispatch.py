@@ -159,7 +159,11 @@ def test_mean_and_sum_cover_the_keys_of_all_ranks():
 def test_mean_and_sum_of_small_types_neither_overflow_nor_drift():
     torch = pytest.importorskip("torch")
     mesh = DeviceMesh.from_sizes(dp_size=2)
-    for make in (lambda x, kind: np.array([x], kind), lambda x, kind: torch.tensor([x], dtype=getattr(torch, kind)), lambda x, kind: np.dtype(kind).type(x)):
+    for make in (
+        lambda x, kind: np.array([x], kind),
+        lambda x, kind: torch.tensor([x], dtype=getattr(torch, kind)),
+        lambda x, kind: np.dtype(kind).type(x),
+    ):
         assert combine("mean", [make(200, "uint8")] * 2, mesh).item() == 200
         assert combine("sum", [make(200, "uint8")] * 2, mesh).item() == 400
         assert combine("mean", [make(True, "bool")] * 2, mesh).item() == 1

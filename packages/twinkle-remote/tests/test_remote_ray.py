@@ -3,7 +3,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -160,6 +162,13 @@ class Part:
     def one_by_one(self, x):
         for item in x:
             yield [item]
+
+    @tr.remote_function(dispatch="all", collect="first", prefetch=2)
+    def steps(self, bad):
+        for step in range(4):
+            if step == bad:
+                raise ValueError(f"step {step}")
+            yield step
 
     @tr.remote_function(dispatch="all", collect="first")
     def bump(self, items):
@@ -430,7 +439,8 @@ def test_what_comes_with_a_lazy_argument_belongs_to_one_call(pair, quad):
     lazy = pair.echo([1, 2])
     mapped = [quad.see(lazy.map(Counting())).get()[0] for _ in range(2)]
     assert mapped == [[(1, 1), (2, 2)]] * 2
-    joined = [quad.bump(lazy + [3, {"n": 0}]).get() for _ in range(2)]
+    tail = [3, {"n": 0}]
+    joined = [quad.bump(lazy + tail).get() for _ in range(2)]
     assert joined == [[1, 2, 3, {"n": 1}]] * 2
 
 
@@ -528,7 +538,12 @@ def test_a_finished_result_after_shutdown_is_an_error_unless_its_value_is_at_han
 
     def lazy(piece):
         call = PendingCall(
-            SimpleNamespace(class_name="Part", restarts=0, costs=SimpleNamespace(add_collect=lambda *_: None)), ECHO, [None], [], "script.py:1", 1.0
+            SimpleNamespace(class_name="Part", restarts=0, costs=SimpleNamespace(add_collect=lambda *_: None), in_use=contextlib.nullcontext),
+            ECHO,
+            [None],
+            [],
+            "script.py:1",
+            1.0,
         )
         call.results = [_shards.Result(None, (0, 0), (piece,), 0.0, 0.0)]
         return call, tr.LazyResult(CallSource(call, DeviceMesh.from_sizes(), "none", lambda: False))
@@ -607,6 +622,50 @@ def test_an_uncollected_failure_is_raised_by_the_next_call(pair):
     with pytest.raises(KeyError, match="unseen"):
         pair.first()
     assert pair.first().get() == 0
+
+
+def test_a_failure_that_somebody_waits_for_is_not_raised_by_another_call(pair):
+    steps = pair.steps(2)
+    assert next(steps).get() == 0
+    pair.sleep(0.2).get()  # the third step has failed by now, two steps ahead
+    assert pair.first().get() == 0
+    assert next(steps).get() == 1
+    with pytest.raises(ValueError, match="step 2"):
+        next(steps)
+
+    async def failing():
+        with pytest.raises(KeyError, match="awaited"):
+            await pair.fail(0, "awaited")
+
+    async def others():
+        return [await pair.first() for _ in range(10)]
+
+    async def together():
+        return (await asyncio.gather(failing(), others()))[1]
+
+    assert asyncio.run(together()) == [0] * 10
+
+
+def test_the_workers_of_a_component_that_is_dropped_end_at_once(runtime):
+    def use_and_drop():
+        part = Part(remote_group="one")
+        pid = pids(part)[0]
+        part.sleep(0)  # nobody collects this
+        with contextlib.suppress(KeyError):
+            part.fail(0, "caught").get()
+        outlives = part.see(np.arange(1000))
+        return pid, outlives
+
+    gc.collect()
+    gc.disable()  # what goes in circles stays
+    try:
+        pid, outlives = use_and_drop()
+        assert outlives.get().sum() == 499500
+        assert not ends(pid, within_s=0.5)
+        del outlives
+        assert ends(pid)
+    finally:
+        gc.enable()
 
 
 def test_a_failure_is_not_hidden_by_a_hung_peer_and_ends_the_component(runtime):

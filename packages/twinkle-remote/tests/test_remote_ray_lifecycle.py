@@ -21,7 +21,8 @@ from twinkle_mesh import DeviceGroup, PlacementError
 from twinkle_remote._ray_cluster import _remove, _stat, remove_stale
 
 COMPONENT = """
-import os, subprocess, sys, time
+import os, subprocess, sys, threading, time
+import numpy as np
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup
 
@@ -31,6 +32,10 @@ class Part:
     def work(self, seconds=0.0):
         time.sleep(seconds)
         return os.getpid()
+
+    @tr.remote_function(dispatch="all", collect="first")
+    def echo(self, x):
+        return x
 
 GROUPS = [DeviceGroup("g", 1, "cpu")]
 """
@@ -59,6 +64,17 @@ if len(sys.argv) > 1:  # a second driver on the cluster of the first
     with tr.initialize("ray", groups=GROUPS, address=sys.argv[1]):
         print("second", Part(remote_group="g").work().get())
     sys.exit()
+ends = []
+
+def keep_calling():
+    try:
+        while True:
+            first.echo(np.zeros(10_000))
+            time.sleep(0.001)
+    except tr.RemoteError as error:
+        ends.append(error)
+
+callers = [threading.Thread(target=keep_calling, daemon=True) for _ in range(3)]
 with tr.initialize("ray", groups=GROUPS, object_store_bytes=100 << 20):
     first = Part(remote_group="g")
     late = first.work(30)
@@ -70,6 +86,12 @@ with tr.initialize("ray", groups=GROUPS, object_store_bytes=100 << 20):
         [sys.executable, __file__, ray.get_runtime_context().gcs_address], capture_output=True, text=True, timeout=100, env=stranger
     )
     assert "asks for a token: set RAY_AUTH_MODE=token" in again.stderr, again.stderr
+    for caller in callers:
+        caller.start()
+    time.sleep(0.2)
+for caller in callers:  # they were in Ray while it was shut down
+    caller.join(10)
+assert len(ends) == len(callers), ends
 assert not ray.is_initialized()
 for use in (first.work, late.get):
     try:

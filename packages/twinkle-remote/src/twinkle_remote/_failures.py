@@ -1,11 +1,12 @@
 """What went wrong in a worker, told in the driver as an exception of the same type."""
 
+import copy
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twinkle_remote._errors import RemoteCallError, WorkerError
+from twinkle_remote._errors import RemoteCallError, RemoteError, WorkerError
 
 _HERE = Path(__file__).parent
 # Attributes that built-in exceptions (ImportError, NameError, AttributeError) keep outside __dict__ and args.
@@ -76,6 +77,12 @@ def rebuild(error_type: type[Exception], args: tuple[Any, ...], attributes: dict
     if not issubclass(error_type, OSError):
         made.args = args
     return made
+
+
+def fresh(error: RemoteError) -> RemoteError:
+    """A copy of an error of ours, to be raised. The one that is kept would gather the frames that it is raised through, and keep all that these
+    hold, the component too, in a circle."""
+    return copy.copy(error)
 
 
 def to_exception(failure: Failure, unpack: Any, line: str, note: str) -> RemoteCallError:

@@ -40,8 +40,13 @@ def rebuild_handle(cls: type, methods: dict[str, MethodSpec], execute: Execute, 
     """A handle that has come from another process."""
     component = _state.current_runtime().adopt(link)
     made = object.__new__(handle_class(cls, methods, execute, FailurePolicy()))
-    cast("dict[str, Any]", vars(made))[_COMPONENT] = component
+    _hold(made, component)
     return made
+
+
+def _hold(handle: Any, component: Component) -> None:
+    cast("dict[str, Any]", vars(handle))[_COMPONENT] = component
+    component.hold(id(handle))
 
 
 def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute, policy: FailurePolicy) -> type[Any]:
@@ -54,7 +59,7 @@ def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute, policy: F
         assert group_name is not None
         mesh = runtime.mesh_for(group_name, mesh, execute)
         check(*place_arguments(init, args, kwargs, mesh))
-        vars(self)[_COMPONENT] = runtime.create(cls, group_name, mesh, execute, read_policy(init, args, kwargs, policy), args, kwargs)
+        _hold(self, runtime.create(cls, group_name, mesh, execute, read_policy(init, args, kwargs, policy), args, kwargs))
 
     def __getattribute__(self: Any, name: str) -> Any:
         if name in methods or name in _KEPT:
@@ -73,8 +78,10 @@ def _make(cls: type, methods: dict[str, MethodSpec], execute: Execute, policy: F
         component: Component | None = cast("dict[str, Any]", vars(self)).get(_COMPONENT)
         return f"<{cls.__name__}, not built>" if component is None else f"<{component.describe()}>"
 
-    def __del__(self: Any) -> None:  # the class's own would run on an object that is not there
-        return None
+    def __del__(self: Any) -> None:  # not the class's own, which would run on an object that is not there
+        component: Component | None = cast("dict[str, Any]", vars(self)).get(_COMPONENT)
+        if component is not None:
+            component.let_go(id(self))
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         return rebuild_handle, (cls, methods, execute, component_of(self).link())

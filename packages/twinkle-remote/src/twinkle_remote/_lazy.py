@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, SupportsIndex, TypeVar, cast, overload
 
-from twinkle_remote._errors import CallTimeoutError, RemoteTypeError, RuntimeStateError
+from twinkle_remote._errors import CallTimeoutError, RemoteError, RemoteTypeError, RuntimeStateError
 from twinkle_remote._seconds import check_seconds
 from twinkle_remote._views import Batch, Concat, Cut, Held, Map, Operation
 
@@ -37,6 +37,10 @@ class Source(Protocol):
 
 class CallLike(Source, Protocol):
     """The source that is a call on workers."""
+
+    def claim(self) -> None:
+        """Somebody is about to wait for it, and will have its error."""
+        ...
 
     def wait_all(self, sources: "Sequence[CallLike]", timeout_s: float | None) -> None:
         """Wait until all sources are ready; raises the first failure of any at once."""
@@ -120,7 +124,7 @@ class LazyResult(Sequence[Any], Generic[T_co]):
     pass `result.passed`.
     """
 
-    __slots__ = ("__weakref__", "_error", "_lock", "_source", "_value")
+    __slots__ = ("__weakref__", "_error", "_failed", "_lock", "_source", "_value")
     __array_ufunc__ = None  # array + result is our __radd__, not numpy's addition
 
     def __init__(self, source: Source) -> None:
@@ -128,6 +132,7 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         self._lock = threading.Lock()
         self._value: tuple[Any] | None = None
         self._error: BaseException | None = None
+        self._failed = False
 
     @property
     def source(self) -> Source:
@@ -173,6 +178,8 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         return LazyResult(ViewSource(Map(function), [self._source]))
 
     def __await__(self) -> Generator[Any, None, T_co]:
+        for call in self._source.calls():
+            call.claim()
         return asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
 
     def __len__(self) -> int:
@@ -219,7 +226,7 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         if self._value is not None:
             return f"LazyResult({self._value[0]!r})"
         try:
-            state = "failed" if self._error is not None else "ready" if self.ready() else "running"
+            state = "failed" if self._failed or self._error is not None else "ready" if self.ready() else "running"
         except RuntimeStateError:
             state = "lost"
         return f"<LazyResult {state}>"
@@ -235,12 +242,15 @@ class LazyResult(Sequence[Any], Generic[T_co]):
         return whole.run(None if timeout_s is None else max(_FETCH_S, timeout_s - (time.monotonic() - begin)))
 
     def _remembering(self, ask: Callable[[], U]) -> U:
-        """What `ask` says. An error other than a time-out is raised again by all that comes."""
+        """What `ask` says. An error other than a time-out is raised again by all that comes: ours by the source itself."""
         if self._error is not None:
             raise self._error
         try:
             return ask()
         except TimeoutError:
+            raise
+        except RemoteError:
+            self._failed = True
             raise
         except Exception as error:
             self._error = error

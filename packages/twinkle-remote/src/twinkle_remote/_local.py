@@ -94,7 +94,7 @@ class LocalRuntime:
     def shutdown(self) -> None:
         try:
             if self.trace is not None:
-                self.trace.write()
+                self.trace.write_at_end()
         finally:
             if self._on_shutdown is not None:
                 self._on_shutdown(self)

@@ -67,6 +67,14 @@ class Component(Protocol):
         """Call a remote method: a LazyResult, or the value where `spec.returns_value`."""
         ...
 
+    def hold(self, holder: int) -> None:
+        """An object of this process (its id) may make calls from now on: a handle, or an iterator."""
+        ...
+
+    def let_go(self, holder: int) -> None:
+        """It is gone. Without the last one, calls whose results nobody holds are forgotten, and the workers end with the last result."""
+        ...
+
     def describe(self) -> str:
         """'ClassName in group ...', for messages."""
         ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from twinkle_mesh import DeviceMesh
 from twinkle_remote._collect import contributors
 from twinkle_remote._errors import CallTimeoutError, RemoteError, RuntimeStateError, WorkerDiedError, WorkerError
-from twinkle_remote._failures import Failure, to_exception
+from twinkle_remote._failures import Failure, fresh, to_exception
 from twinkle_remote._lazy import CallLike
 from twinkle_remote._packing import unpack
 from twinkle_remote._protocol import Collect, MethodSpec
@@ -46,6 +46,7 @@ class PendingCall:
 
     references: what each worker will say (a Result, Stop or Failure), in order of rank. upstream: the calls whose results are among
     its arguments. line: of the driver script, for messages.
+    earlier: the unfinished calls before it, once the component has forgotten them. claimed: somebody will wait for it. waiters: the threads that do.
     """
 
     def __init__(
@@ -62,6 +63,9 @@ class PendingCall:
         self.results: list[Result | Stop | Failure | None] = [None] * len(self.references)
         self.error: RemoteError | None = None
         self.reported = False
+        self.earlier: Sequence[PendingCall] = ()
+        self.claimed = False
+        self.waiters: set[int] = set()
         self._lock = threading.RLock()
 
     @property
@@ -72,6 +76,11 @@ class PendingCall:
     def finished(self) -> bool:
         """Whether all workers have answered or the call has failed."""
         return self.error is not None or all(result is not None for result in self.results)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its error, if it has one, goes to somebody who waits for it."""
+        return self.claimed or bool(self.waiters)
 
     @property
     def is_next(self) -> bool:
@@ -130,7 +139,7 @@ class PendingCall:
 
     def _finish_if_all_answered(self) -> None:
         if self.error is None and self.finished:
-            self.upstream = ()
+            self.upstream = self.earlier = ()
             self.component.call_finished(self)
 
     def fail(self, error: RemoteError) -> None:
@@ -138,14 +147,14 @@ class PendingCall:
         with self._lock:
             if self.error is None:
                 self.error = error
-                self.upstream = ()
+                self.upstream = self.earlier = ()
                 self.component.call_finished(self)
 
     def raise_error(self) -> None:
         """Raises the call's error, if it has failed."""
         if self.error is not None:
             self.reported = True
-            raise self.error
+            raise fresh(self.error)
 
     def take_late(self, rank: int) -> None:
         """Take in the answer of a worker after the call has failed: only whether it lives matters."""
@@ -189,25 +198,30 @@ def wait_for(calls: Sequence[PendingCall], timeout_s: float | None) -> None:
     same workers; CallTimeoutError after `timeout_s` or, if that is None, after the longest deadline of the calls and of those that they wait
     for, which ends the workers that hang.
     """
-    if len(calls) == 1:
-        if not calls[0].finished and calls[0].is_next:
-            calls[0].take_together(_TOGETHER_S if timeout_s is None else min(_TOGETHER_S, timeout_s))
-        if calls[0].finished:
-            calls[0].raise_error()
-            return
-    limit_s = own_limit_s(calls) if timeout_s is None else timeout_s
-    _waiting.add(threading.get_ident())
+    me = threading.get_ident()
+    for call in calls:
+        call.waiters.add(me)
     try:
+        if len(calls) == 1:
+            if not calls[0].finished and calls[0].is_next:
+                calls[0].take_together(_TOGETHER_S if timeout_s is None else min(_TOGETHER_S, timeout_s))
+            if calls[0].finished:
+                calls[0].raise_error()
+                return
+        limit_s = own_limit_s(calls) if timeout_s is None else timeout_s
+        _waiting.add(me)
         _wait_until(calls, time.monotonic() + limit_s, limit_s, final=timeout_s is None)
     finally:
-        _waiting.discard(threading.get_ident())
+        _waiting.discard(me)
+        for call in calls:
+            call.waiters.discard(me)
 
 
 def _wait_until(calls: Sequence[PendingCall], deadline: float, limit_s: float, *, final: bool) -> None:
     while True:
         watched = _with_blockers(calls)
         for call in watched:
-            if call.poll() and (call in calls or not call.reported):
+            if call.poll() and (call in calls or not (call.reported or call.is_awaited)):
                 call.raise_error()
         open_calls = [call for call in watched if not call.finished]
         if all(call.finished for call in calls):
@@ -216,7 +230,7 @@ def _wait_until(calls: Sequence[PendingCall], deadline: float, limit_s: float, *
         left_s = deadline - time.monotonic()
         arrived, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, left_s))
         if not arrived and left_s <= 0:
-            raise _timed_out(calls, open_calls, limit_s, final=final)
+            raise fresh(_timed_out(calls, open_calls, limit_s, final=final))
         for reference in arrived:
             call, rank = waiting[reference]
             call.take(rank)
@@ -277,32 +291,44 @@ class CallSource:
         self.ranks = contributors(collect, len(call.references), mesh, no_copies=no_copies)
         self._is_open = is_open
 
+    def claim(self) -> None:
+        self.call.claimed = True
+
     def ready(self) -> bool:
-        self._check_open()
-        return self.call.poll()
+        with self.call.component.in_use():
+            self._check_open()
+            return self.call.poll()
 
     def open(self, timeout_s: float | None) -> Batch:
-        self._check_open()
         begin = time.monotonic()
-        wait_for([self.call], timeout_s)
-        results = [result for rank in self.ranks if isinstance(result := self.call.results[rank], Result)]
-        if not self._is_open() and not all(isinstance(piece, Inline) for result in results for piece in result.pieces):
-            raise self._too_late()  # Ray 2.60 would start a new cluster to look for the pieces
+        with self.call.component.in_use():
+            self._check_open()
+            wait_for([self.call], timeout_s)
         fetch_s = self.call.timeout_s if timeout_s is None else max(_MIN_FETCH_S, timeout_s - (time.monotonic() - begin))
-        return _Fetched(self.call, Stored(results, self.collect_how, self.mesh, fetch_s))
+        return self._fetched(fetch_s)
 
     def value(self) -> Any:
         """Wait for the call, and collect its value."""
         wait_for([self.call], None)
+        return self._fetched(self.call.timeout_s).whole().run(None)
+
+    def _fetched(self, fetch_s: float) -> "_Fetched":
         results = [result for rank in self.ranks if isinstance(result := self.call.results[rank], Result)]
-        return _DriverRecipe(self.call, Stored(results, self.collect_how, self.mesh, self.call.timeout_s).whole).run(None)
+        is_here = all(isinstance(piece, Inline) for result in results for piece in result.pieces)
+
+        def check() -> None:
+            if not is_here and not self._is_open():
+                raise self._too_late()  # Ray 2.60 would start a new cluster to look for the pieces
+
+        return _Fetched(self.call, Stored(results, self.collect_how, self.mesh, fetch_s), check)
 
     def calls(self) -> Sequence[CallLike]:
         return (self,)
 
     def wait_all(self, sources: Sequence[CallLike], timeout_s: float | None) -> None:
-        self._check_open()
-        wait_for([source.call for source in sources if isinstance(source, CallSource)], timeout_s)
+        with self.call.component.in_use():
+            self._check_open()
+            wait_for([source.call for source in sources if isinstance(source, CallSource)], timeout_s)
 
     def _check_open(self) -> None:
         if not self._is_open() and not self.call.finished:
@@ -315,37 +341,41 @@ class CallSource:
 class _Fetched:
     """The value of a call, fetched into the driver when it is asked for."""
 
-    def __init__(self, call: PendingCall, stored: Stored) -> None:
+    def __init__(self, call: PendingCall, stored: Stored, check: Callable[[], None]) -> None:
         self._call = call
         self._stored = stored
+        self._check = check
 
     @property
     def length(self) -> int | None:
-        return _fetching(self._call, lambda: self._stored.length)
+        return _fetching(self._call, self._check, lambda: self._stored.length)
 
     def recipe(self, start: int, stop: int) -> Recipe:
-        return _DriverRecipe(self._call, lambda: self._stored.recipe(start, stop))
+        return _DriverRecipe(self._call, self._check, lambda: self._stored.recipe(start, stop))
 
     def whole(self) -> Recipe:
-        return _DriverRecipe(self._call, self._stored.whole)
+        return _DriverRecipe(self._call, self._check, self._stored.whole)
 
 
 class _DriverRecipe:
-    def __init__(self, call: PendingCall, make: Callable[[], Recipe]) -> None:
+    def __init__(self, call: PendingCall, check: Callable[[], None], make: Callable[[], Recipe]) -> None:
         self._call = call
+        self._check = check
         self._make = make
 
     def run(self, timeout_s: float | None) -> Any:
         start_s, fetched_bytes = time.time(), traffic.fetched_bytes
-        value = _fetching(self._call, lambda: self._make().run(self._call.timeout_s if timeout_s is None else timeout_s))
+        value = _fetching(self._call, self._check, lambda: self._make().run(self._call.timeout_s if timeout_s is None else timeout_s))
         self._call.component.costs.add_collect(self._call.spec.name, self._call.name, start_s, traffic.fetched_bytes - fetched_bytes)
         return value
 
 
-def _fetching(call: PendingCall, ask: Callable[[], T]) -> T:
-    """What `ask` returns; ray's errors as ours."""
+def _fetching(call: PendingCall, check: Callable[[], None], ask: Callable[[], T]) -> T:
+    """What `ask` returns; ray's errors as ours. check: raises where Ray is gone."""
     try:
-        return ask()
+        with call.component.in_use():
+            check()
+            return ask()
     except ray.exceptions.GetTimeoutError as error:
         raise CallTimeoutError(f"the result of {call.name}, called from {call.line}, did not arrive in time: {error}") from error
     except ray.exceptions.RayError as error:

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -85,6 +86,7 @@ class RayComponent:
         self._lost: str | None = None
         self._reasons: dict[int, str] = {}
         self._calls: list[PendingCall] = []
+        self._holders: set[int] = set()
         self._settlement: Settlement | None = None
         # The first guards what is known of the workers, and is held for moments only; the second is held while they are replaced.
         self._lock = threading.Lock()
@@ -127,8 +129,32 @@ class RayComponent:
         if self._policy.on_failure == "restart":
             self._origin = _Origin(cls, num_workers, arguments)
 
+    def hold(self, holder: int) -> None:
+        """See `Component.hold`."""
+        self._holders.add(holder)
+
+    def let_go(self, holder: int) -> None:
+        """See `Component.let_go`. Comes from `__del__`, at any time: takes no lock and does not ask Ray."""
+        self._holders.discard(holder)
+        if self._holders:
+            return
+        # Calls hold their component, as their results live on its workers. If it went on holding them, none would go.
+        unfinished = [call for call in self._calls if not call.finished]
+        for index, call in enumerate(unfinished):
+            call.earlier = tuple(unfinished[:index])
+        self._calls = []
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """While a thread uses Ray for this component. Inside, look whether the runtime is open."""
+        host = self._host()
+        return nullcontext() if host is None else host.gate
+
     def call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a remote method on the workers."""
+        with self.in_use():
+            return self._call(spec, args, kwargs)
+
+    def _call(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._open_host()
         self._raise_uncollected()
         self.ensure_workers()
@@ -184,12 +210,14 @@ class RayComponent:
 
     def calls_before(self, call: PendingCall) -> list[PendingCall]:
         """The unfinished calls that these workers got before `call`."""
+        if call not in self._calls:
+            return list(call.earlier)
         return list(itertools.takewhile(lambda other: other is not call, self._calls))
 
     def call_finished(self, call: PendingCall) -> None:
         """Called by a call that has finished. One that has failed is remembered until somebody has seen its error."""
-        if call.error is None and call in self._calls:
-            self._calls.remove(call)
+        if call.error is None:
+            self._forget(call)
         self.costs.add_call(call.spec.name, call.name, call.submit_s, line=call.line, failed=call.error is not None)
 
     def ensure_workers(self) -> None:
@@ -352,14 +380,16 @@ class RayComponent:
 
     def _raise_uncollected(self) -> None:
         """Raise the error of an earlier call that nobody has seen. Looks only as far as the first call that still runs."""
-        while self._calls:
-            call = self._calls[0]
+        for call in list(self._calls):
             if not call.poll():
                 return
-            if call in self._calls:  # a call that has gone well has left by itself
-                self._calls.remove(call)
-            if not call.reported:
+            self._forget(call)
+            if not (call.reported or call.is_awaited):
                 call.raise_error()
+
+    def _forget(self, call: PendingCall) -> None:
+        with suppress(ValueError):  # another thread may have done it
+            self._calls.remove(call)
 
     def _open_host(self) -> "RayHost":
         host = self._host()

@@ -11,6 +11,7 @@ from twinkle_remote._placement_arguments import FailurePolicy
 from twinkle_remote._protocol import Component, Execute
 from twinkle_remote._ray_api import ray
 from twinkle_remote._ray_component import RayComponent
+from twinkle_remote._ray_gate import Gate
 from twinkle_remote._ray_messages import Limits, Link
 from twinkle_remote._ray_places import Crew, Places, start_workers
 from twinkle_remote._stats import ComponentStats, Totals
@@ -29,6 +30,7 @@ class RayHost:
         self.token = token
         self.trace = trace
         self.is_open = True
+        self.gate = Gate()
         self._components: weakref.WeakValueDictionary[str, RayComponent] = weakref.WeakValueDictionary()
         self._borrowed: weakref.WeakValueDictionary[tuple[str, int], RayComponent] = weakref.WeakValueDictionary()
         self._totals: list[Totals] = []
@@ -70,7 +72,8 @@ class RayHost:
         self._totals.append(component.costs.totals)
         num_workers = 1 if execute == "first" else self.groups[group_name].num_workers
         try:
-            component.build(cls, num_workers, args, {**kwargs, "remote_group": group_name, "device_mesh": mesh})
+            with self.gate:
+                component.build(cls, num_workers, args, {**kwargs, "remote_group": group_name, "device_mesh": mesh})
         except BaseException:  # a traceback that somebody keeps would keep it in drawings
             del self._components[component.id]
             raise

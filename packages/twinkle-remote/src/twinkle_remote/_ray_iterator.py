@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class RemoteIterator(Iterator[Any]):
     """What `__iter__` and generator methods of a component on workers return. Each worker that takes part holds an iterator of its own.
 
-    numbers: of the iterators, by rank. no_copies: see `contributors`. With `prefetch=n` the workers are n steps ahead of what was asked for. Generators whose iterator is closed
-    or dropped are closed on the workers: their `finally` blocks run there.
+    numbers: of the iterators, by rank. no_copies: see `contributors`. With `prefetch=n` the workers are n steps ahead of what was asked for.
+    Generators whose iterator is closed or dropped are closed on the workers: their `finally` blocks run there.
     """
 
     def __init__(self, component: "RayComponent", spec: MethodSpec, numbers: Sequence[int], *, no_copies: bool) -> None:
@@ -29,8 +29,13 @@ class RemoteIterator(Iterator[Any]):
         self._restarts = component.restarts
         self._ahead: deque[PendingCall] = deque()
         self._done = False
+        component.hold(id(self))
 
     def __next__(self) -> Any:
+        with self._component.in_use():
+            return self._next()
+
+    def _next(self) -> Any:
         if self._done:
             raise StopIteration
         if self._restarts != self._component.restarts:
@@ -39,6 +44,7 @@ class RemoteIterator(Iterator[Any]):
         try:
             while len(self._ahead) <= self._spec.prefetch:
                 self._ahead.append(self._submit("call", self._spec))
+                self._ahead[-1].claimed = True  # its error is raised in its turn, not by a call in between
             return self._component.next_value(self._spec, self._ahead.popleft(), no_copies=self._no_copies)
         except BaseException:
             self._finish(everywhere=True)
@@ -49,12 +55,18 @@ class RemoteIterator(Iterator[Any]):
         if self._done:
             return
         self._finish(everywhere=False)
-        if self._restarts == self._component.restarts:
+        with self._component.in_use():
+            if self._restarts != self._component.restarts:
+                return
             wait_for([self._submit("close_iterator", replace(self._spec, name="close"))], None)
 
     def __del__(self) -> None:
-        if not self.__dict__.get("_done", True):
-            self._finish(everywhere=True)
+        if "_done" not in self.__dict__:  # not made
+            return
+        if not self._done:
+            with self._component.in_use():
+                self._finish(everywhere=True)
+        self._component.let_go(id(self))
 
     def __reduce__(self) -> NoReturn:
         raise RemoteAttributeError("an iterator over a component cannot be pickled: pass the component, or what the iterator gives")

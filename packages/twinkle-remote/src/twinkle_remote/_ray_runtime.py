@@ -22,6 +22,9 @@ from twinkle_remote._trace import Trace
 
 logger = logging.getLogger("twinkle_remote")
 
+# Threads that are in a call when their workers are ended hear of it within moments.
+_LEAVE_TIMEOUT_S = 10.0
+
 
 class RayRuntime(RayHost):
     """The driver's runtime: starts or joins a Ray and reserves the groups' places. Arguments: see `initialize`."""
@@ -88,12 +91,13 @@ class RayRuntime(RayHost):
                 for error in component.unreported_errors():
                     logger.error("a call failed and nobody collected its result:\n%s", error)
             if self.trace is not None:
-                self.trace.write()
+                self.trace.write_at_end()
         finally:
             self.is_open = False
             with contextlib.ExitStack() as last:  # done whatever happens before, last first
                 last.callback(self._on_shutdown, self)
                 last.callback(self._cluster.close)
+                last.callback(self.gate.wait_until_alone, _LEAVE_TIMEOUT_S)
                 for component in (*self._components.values(), *self._borrowed.values()):
                     component.close()
                 for place in self._reserved.values():

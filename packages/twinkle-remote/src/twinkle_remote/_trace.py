@@ -2,10 +2,13 @@
 
 import itertools
 import json
+import logging
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger("twinkle_remote")
 
 
 class Trace:
@@ -49,6 +52,13 @@ class Trace:
         with self._lock:
             document = {"traceEvents": self._events, "displayTimeUnit": "ms"}
             self.path.write_text(json.dumps(document, default=str))
+
+    def write_at_end(self) -> None:
+        """As `write`, but a file that cannot be written any more is only logged: it must not hide how the script ended."""
+        try:
+            self.write()
+        except OSError as error:
+            logger.error("the timeline could not be written: %s", error)
 
     def _place(self, row: str, rank: int | None) -> dict[str, int]:
         """The ids of the row and lane; names them when they are new."""
