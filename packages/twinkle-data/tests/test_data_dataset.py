@@ -100,7 +100,7 @@ def test_encode_takes_trajectories_and_mappings_and_names_what_is_wrong(make_tok
         Dataset([{"messages": [{"role": "user"}]}]).encode(template)[0]
     with pytest.raises(DatasetError, match=r"row 1: no field 'messages' \(the row has 'question'\)"):
         list(Dataset([{"messages": messages}, {"question": "a"}]).encode(template, schema="messages"))
-    with pytest.raises(DatasetError, match=r"row 0: cannot tell what form .* a int"):
+    with pytest.raises(DatasetError, match=r"row 0: cannot tell what form .* an int"):
         Dataset([3]).encode(template, lazy=False)
 
 

@@ -180,3 +180,40 @@ def test_results_and_rows_that_cannot_travel_between_processes_are_told():
         Dataset([{"a": 1}, {"a": 2}]).map(dict.keys, num_proc=2)
     with pytest.raises(DatasetError, match="map: the rows from 0 on cannot be sent to other processes"):
         Dataset([threading.Lock(), threading.Lock()]).map(repr, num_proc=2)
+
+
+def test_a_typo_in_an_option_is_told_before_any_row_is_read():
+    def rows():
+        pytest.fail("the rows were read")
+        yield {}
+
+    for attempt in (ROWS.conversations, lambda name: ROWS.encode(None, schema=name), lambda name: IterableDataset(rows).conversations(name)):
+        for name in ("sharegp", ""):
+            with pytest.raises(FormatError, match=f"there is no schema {name!r}; the schemas are preference, messages, sharegpt"):
+                attempt(name)
+    with pytest.raises(DatasetError, match="balance is 'token'; it must be 'auto', 'tokens', 'cost'"):
+        DataLoader(ROWS, batch_size=1, balance="token")
+
+
+def test_a_field_that_is_null_is_told_as_such():
+    with pytest.raises(DatasetError, match=r"cannot tell .* \(its fields are 'instruction', 'output' \(null\)\)"):
+        Dataset([{"instruction": "Add.", "output": None}]).conversations()[0]
+
+
+def test_datasets_and_loaders_say_what_they_hold():
+    assert repr(ROWS) == "<Dataset of 3 rows>"
+    assert repr(ROWS.select([1])) == "<Dataset of 1 row>"
+    assert repr(PackingDataset(Dataset([FEATURE]), max_length=8)) == "<PackingDataset of 1 row>"
+
+    def odd(row):
+        looked.append(row)
+        return row % 2
+
+    looked = []
+    odds = ROWS.filter(odd).map(str)
+    assert repr(odds) == "<Dataset>"
+    assert looked == []  # to be shown, nothing is worked out
+    assert len(odds) == 1
+    assert repr(odds) == "<Dataset of 1 row>"
+    assert repr(DataLoader(ROWS, batch_size=2)) == "<DataLoader: batches of 2 from <Dataset of 3 rows>>"
+    assert repr(DataLoader(IterableDataset([1]), batch_size=2)).startswith("<DataLoader: batches of 2 from <")

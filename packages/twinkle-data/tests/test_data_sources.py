@@ -17,7 +17,7 @@ def test_json_files_hold_a_list_or_an_object_with_one(tmp_path):
     for text in ('[{"a": 1}, {"a": 2}]', '{"version": 3, "data": [{"a": 1}, {"a": 2}]}'):
         path.write_text(text)
         assert list(Dataset(path)) == [{"a": 1}, {"a": 2}]
-    for text, message in (("3", "holds a int"), ('{"a": 1}', "with 0 lists"), ('[{"a": 1}, 2]', "row 2: a int"), ("{", "not valid JSON")):
+    for text, message in (("3", "holds an int"), ('{"a": 1}', "with 0 lists"), ('[{"a": 1}, 2]', "row 2: an int"), ("{", "not valid JSON")):
         path.write_text(text)
         with pytest.raises(DatasetError, match=message):
             Dataset(path)

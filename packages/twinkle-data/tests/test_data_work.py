@@ -88,7 +88,7 @@ def test_skipped_rows_are_counted_and_warned_of(path, caplog):
         with caplog.at_level(logging.WARNING, "twinkle_data"):
             dataset = Dataset(path).map(double, on_error="skip", lazy=lazy)
             assert (len(dataset), dataset.skipped.count) == (59, 1)
-        assert "1 rows were skipped" in caplog.text
+        assert "1 row was skipped" in caplog.text
         caplog.clear()
     assert Dataset(path).skipped.count == 0
     with pytest.raises(DatasetError, match="on_error is 'ignore'"):

@@ -16,6 +16,7 @@ from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream
 from ._sampler import DeviceMeshSampler, check_smallest
+from ._wording import a_kind
 from ._workers import WorkerPool
 
 
@@ -215,4 +216,4 @@ def _cost(row: Any, kind: CostKind) -> float:
         return float(sequence_costs(row.lengths, kind).sum())
     if isinstance(row, InputFeature):
         return float(sequence_costs([len(row)], kind)[0])
-    raise DatasetError(f"balance={kind!r} needs encoded rows; a row is a {type(row).__name__}")
+    raise DatasetError(f"balance={kind!r} needs encoded rows; a row is {a_kind(row)}")

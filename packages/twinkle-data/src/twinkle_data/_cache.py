@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ._errors import DataError, DatasetError
 from ._places import Places
 from ._skipped import Skipped
+from ._wording import a_kind
 
 
 class CachedRows(Sequence[Any]):
@@ -93,7 +94,7 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        raise DatasetError(f"a {type(value).__name__} cannot be kept in cache_dir ({error}); return plain values, or work without it") from error
+        raise DatasetError(f"{a_kind(value)} cannot be kept in cache_dir ({error}); return plain values, or work without it") from error
 
 
 def _write(folder: Path, fingerprint: str, chunks: Iterable[Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ._errors import DatasetError, LoaderStateError
+from ._wording import a_kind
 
 
 def is_whole(value: Any) -> bool:
@@ -50,7 +51,7 @@ def check_state(state: Any, position: Iterable[str], settings: dict[str, Any]) -
         LoaderStateError: names what is missing or what differs.
     """
     if not isinstance(state, dict):
-        raise LoaderStateError(f"the saved state of the data loader is a {type(state).__name__}, not what state_dict() gave")
+        raise LoaderStateError(f"the saved state of the data loader is {a_kind(state)}, not what state_dict() gave")
     if missing := [name for name in (*position, *settings) if name not in state]:
         raise LoaderStateError(f"the saved state of the data loader lacks {missing}")
     if changed := {name: (state[name], value) for name, value in settings.items() if state[name] != value}:

@@ -11,13 +11,14 @@ import numpy as np
 from ._checks import check_whole
 from ._errors import DatasetError
 from ._pool import Progress
-from ._rows import Found, Joined, Mapped, RowName, Selected, row_at
+from ._rows import Found, Joined, Mapped, RowName, Selected, known_length, row_at
 from ._schema_report import SchemaReport, report_schema
 from ._skipped import Skipped
 from ._sources import hub_rows, rows_of
 from ._streams import drawn
 from ._template import Template
 from ._transforms import ConvertRows, EncodeRows, FilterRows, MapRows, OnError, Transform, call, transformed
+from ._wording import a_kind, in_rows
 
 
 class Dataset(Sequence[Any]):
@@ -82,12 +83,16 @@ class Dataset(Sequence[Any]):
         if isinstance(index, (bool, np.bool_)) or not isinstance(index, numbers.Integral):
             raise DatasetError(f"a row's index is a whole number, not {index!r:.100}; rows for which something is true: filter")
         if not -size <= index < size:
-            raise IndexError(f"row {index} of a dataset with {size} rows")
+            raise IndexError(f"row {index} of a dataset with {in_rows(size)}")
         return row_at(self._rows, int(index) % size)
 
     def __iter__(self) -> Iterator[Any]:
         """The rows in order."""
         return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        lazy = "" if (size := known_length(self._rows)) is None else f" of {in_rows(size)}"
+        return f"<{type(self).__name__}{lazy}>"
 
     @property
     def skipped(self) -> Skipped:
@@ -208,7 +213,7 @@ class Dataset(Sequence[Any]):
         chosen = given.astype(np.int64)
         size = len(self)
         if chosen.size and (chosen.min() < -size or chosen.max() >= size):
-            raise IndexError(f"select: indices {chosen.min()} to {chosen.max()} on a dataset with {size} rows")
+            raise IndexError(f"select: indices {chosen.min()} to {chosen.max()} on a dataset with {in_rows(size)}")
         return Dataset(Selected(self._rows, chosen % size if chosen.size else chosen))
 
     def shuffle(self, seed: int = 0) -> "Dataset":
@@ -249,7 +254,7 @@ def concatenate(*datasets: Dataset) -> Dataset:
     """
     for index, dataset in enumerate(datasets):
         if not isinstance(dataset, Dataset):
-            raise DatasetError(f"concatenate: argument {index} is a {type(dataset).__name__}, not a Dataset")
+            raise DatasetError(f"concatenate: argument {index} is {a_kind(dataset)}, not a Dataset")
     return Dataset(Joined([dataset._rows for dataset in datasets]))  # pyright: ignore[reportPrivateUsage]
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from ._errors import DatasetError
 from ._module_sources import module_digest
+from ._wording import a_kind
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _METHODS = (FunctionType, classmethod, staticmethod, property)
@@ -44,7 +45,7 @@ def fingerprint(value: Any) -> str:
     try:
         return _Digest(value).hexdigest()
     except RecursionError:
-        raise DatasetError(f"cannot tell by its content whether a {type(value).__name__} has changed: it is nested too deep") from None
+        raise DatasetError(f"cannot tell by its content whether {a_kind(value)} has changed: it is nested too deep") from None
 
 
 def rows_fingerprint(rows: Any) -> str:
@@ -212,4 +213,4 @@ def _pickled(value: Any) -> bytes:
 
 
 def _untold(value: Any, error: Exception) -> DatasetError:
-    return DatasetError(f"cannot tell by its content whether a {type(value).__name__} has changed ({error}); work without cache_dir")
+    return DatasetError(f"cannot tell by its content whether {a_kind(value)} has changed ({error}); work without cache_dir")

@@ -6,6 +6,7 @@ from ._checks import check_whole
 from ._errors import DatasetError, FormatError, SequenceTooLongError
 from ._formats import InputFeature
 from ._packed import cut
+from ._wording import a_kind
 
 TooLong = Literal["error", "drop", "left", "right", "split"]
 
@@ -62,5 +63,5 @@ def checked_feature(feature: Any, row: int) -> InputFeature:
         FormatError: it is none. The message names the row and says what to do.
     """
     if not isinstance(feature, InputFeature):
-        raise FormatError(f"row {row} is a {type(feature).__name__}, and packing needs InputFeatures: encode the dataset with a Template first")
+        raise FormatError(f"row {row} is {a_kind(feature)}, and packing needs InputFeatures: encode the dataset with a Template first")
     return feature

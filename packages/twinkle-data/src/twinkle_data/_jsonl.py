@@ -15,6 +15,7 @@ from ._errors import DatasetError
 from ._places import Places
 from ._rows import Listed, read_part
 from ._skipped import Skipped, warn_of_skipped
+from ._wording import a_kind
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -88,7 +89,7 @@ def parse_object(text: bytes, where: object) -> dict[str, Any]:
     """
     row = parse_json(text, where)
     if not isinstance(row, dict):
-        raise DatasetError(f"{where}: a {type(row).__name__}, not a JSON object")
+        raise DatasetError(f"{where}: {a_kind(row)}, not a JSON object")
     return row
 
 

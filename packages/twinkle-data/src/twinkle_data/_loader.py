@@ -74,6 +74,8 @@ class DataLoader:
         remote_group: str | None = None,
     ) -> None:
         rows: Any = dataset() if callable(dataset) and not isinstance(dataset, Iterable) and not is_stream(dataset) else dataset
+        rows = rows if is_stream(rows) or isinstance(rows, Dataset) else Dataset(rows)
+        self._described = f"<DataLoader: batches of {batch_size} from {rows!r}>"
         slices = device_mesh is not None and device_mesh.data_world_size > 1 and current_runtime().slices_in_loader
         check_whole("num_workers", num_workers, 0)
         check_whole("prefetch_batches", prefetch_batches, 1 if num_workers else 0)
@@ -97,7 +99,6 @@ class DataLoader:
                 **ahead,
             )
             return
-        rows = rows if isinstance(rows, Dataset) else Dataset(rows)
         sampler = DeviceMeshSampler(
             len(rows),
             batch_size=batch_size,
@@ -139,6 +140,9 @@ class DataLoader:
             raise StopIteration
         return batch
 
+    def __repr__(self) -> str:
+        return self._described
+
     @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was given out, as plain JSON. The same on all ranks; one copy is enough."""
@@ -170,8 +174,9 @@ class _Rest(Iterator[list[Any]]):
 def _row_costs(balance: Balance | ArrayLike | None, rows: Dataset) -> ArrayLike | None:
     if not isinstance(balance, str):
         return balance
+    kind = "cost" if balance == "auto" else _kind(balance)
     if isinstance(rows, PackingDataset):
-        return rows.row_costs("cost" if balance == "auto" else _kind(balance))
+        return rows.row_costs(kind)
     if balance == "auto":
         return None
     raise DatasetError(f"balance={balance!r} needs the lengths of all rows: pack them with PackingDataset, or give balance=[the cost of each row]")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ._errors import FormatError
+from ._wording import a_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class ToolCall:
         except ValueError as error:
             raise FormatError(f"ToolCall.arguments of {self.name!r} is not JSON: {error}") from None
         if not isinstance(parsed, dict):
-            raise FormatError(f"ToolCall.arguments of {self.name!r} is the JSON text of a {type(parsed).__name__}, not of an object")
+            raise FormatError(f"ToolCall.arguments of {self.name!r} is the JSON text of {a_kind(parsed)}, not of an object")
         return parsed
 
     def text_arguments(self) -> str:

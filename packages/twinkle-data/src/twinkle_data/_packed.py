@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ._errors import FormatError
 from ._formats import IGNORE_INDEX, InputFeature
+from ._wording import a_kind
 
 _ALIGNED = ("input_ids", "labels", "position_ids", "completion_mask", "loss_weights", "logprobs", "ref_logprobs", "advantages")
 
@@ -42,7 +43,7 @@ class PackedFeature:
             raise FormatError("PackedFeature.features is empty; a packed row has at least one sequence")
         for index, feature in enumerate(features):
             if not isinstance(feature, InputFeature):
-                raise FormatError(f"PackedFeature.features[{index}] is a {type(feature).__name__}, not an InputFeature")
+                raise FormatError(f"PackedFeature.features[{index}] is {a_kind(feature)}, not an InputFeature")
         object.__setattr__(self, "features", tuple(sequence for feature in features for sequence in sequences_of(feature)))
 
     def __len__(self) -> int:

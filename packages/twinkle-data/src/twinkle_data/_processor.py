@@ -15,6 +15,7 @@ from ._batch import Batch, PaddingSide
 from ._errors import FormatError
 from ._formats import InputFeature
 from ._packed import PackedFeature, loss_mask, positions, sequences_of
+from ._wording import a_kind
 
 _SHIFTED = ("logprobs", "ref_logprobs", "advantages")
 
@@ -138,7 +139,7 @@ def _sequences(features: Sequence[InputFeature | PackedFeature]) -> tuple[list[I
     feature_ids: list[int] = []
     for index, feature in enumerate(features):
         if not isinstance(feature, (InputFeature, PackedFeature)):
-            raise FormatError(f"features[{index}] is a {type(feature).__name__}, not an InputFeature; encode it with a Template first")
+            raise FormatError(f"features[{index}] is {a_kind(feature)}, not an InputFeature; encode it with a Template first")
         own = sequences_of(feature)
         sequences += own
         feature_ids += [index] * len(own)

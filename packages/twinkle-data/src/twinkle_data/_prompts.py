@@ -9,6 +9,7 @@ from ._dataset import Dataset
 from ._errors import FormatError
 from ._messages import Message, Trajectory
 from ._schemas import to_conversation, tools_of
+from ._wording import a_kind
 
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reference", "target", "final_answer", "label")
@@ -58,7 +59,7 @@ class _Prompt:
 
     def __call__(self, row: Any) -> Trajectory:
         if not isinstance(row, Mapping):
-            raise FormatError(f"a prompt is a mapping with fields, not a {type(row).__name__}")
+            raise FormatError(f"a prompt is a mapping with fields, not {a_kind(row)}")
         field = _field(row, self.prompt, _PROMPTS)
         if field is None:
             raise FormatError(f"no field {self.prompt or ' or '.join(_PROMPTS)!r}; say prompt=<the field with the question>")

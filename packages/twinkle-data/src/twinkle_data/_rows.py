@@ -157,6 +157,13 @@ class Joined(Sequence[Any]):
         return self._parts[which][int(index - (self._stops[which - 1] if which else 0))]
 
 
+def known_length(rows: Any) -> int | None:
+    """How many rows there are; None where all of them would have to be looked at to tell."""
+    if isinstance(rows, Mapped):
+        return known_length(rows._rows)  # pyright: ignore[reportPrivateUsage]
+    return None if isinstance(rows, Found) and not rows.is_known else len(rows)
+
+
 class Found(Sequence[Any]):
     """Rows that are found by looking at all of them, when a length or a row is first asked for.
 
@@ -188,6 +195,11 @@ class Found(Sequence[Any]):
             warn_of_skipped(skipped)
             self._result = np.array(indices, np.int64), values if self._keep else None, skipped
         return self._result
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all rows have been looked at."""
+        return self._result is not None
 
     def __len__(self) -> int:
         return len(self._found()[0])

@@ -11,6 +11,7 @@ from twinkle_mesh import DeviceMesh
 from ._balance import balanced_order
 from ._checks import check_counts, check_epochs, check_state, check_whole, is_count
 from ._errors import DatasetError, LoaderStateError
+from ._wording import in_rows
 
 
 class DeviceMeshSampler:
@@ -62,7 +63,7 @@ class DeviceMeshSampler:
         if num_rows < 1:
             raise DatasetError("the dataset has no rows")
         if drop_last and num_rows < batch_size:
-            raise DatasetError(f"{num_rows} rows fill no batch of {batch_size}; lower batch_size or set drop_last=False")
+            raise DatasetError(f"{in_rows(num_rows)} fill no batch of {batch_size}; lower batch_size or set drop_last=False")
         smallest = batch_size if drop_last or num_rows % batch_size == 0 else num_rows % batch_size
         check_smallest(smallest, batch_size, min_batch_size, device_mesh)
         self.num_rows, self.batch_size, self.num_epochs = num_rows, batch_size, num_epochs
@@ -71,7 +72,7 @@ class DeviceMeshSampler:
         self._num_ranks = 1 if device_mesh is None else device_mesh.data_world_size
         self._costs = None if costs is None else np.asarray(costs, np.float64)
         if self._costs is not None and len(self._costs) != num_rows:
-            raise DatasetError(f"there are costs of {len(self._costs)} rows, and {num_rows} rows")
+            raise DatasetError(f"there are costs of {in_rows(len(self._costs))}, and {in_rows(num_rows)}")
         self._shuffle, self._seed = shuffle, seed
         self.batches_per_epoch = num_rows // batch_size if drop_last else -(-num_rows // batch_size)
         self._epoch, self._batch = 0, 0

@@ -8,6 +8,7 @@ from typing import Any
 from ._errors import DataError
 from ._rows import RowName
 from ._schemas import detect_schema, to_conversation
+from ._wording import in_rows
 
 _MOST_PROBLEMS = 5
 _UNKNOWN = "unknown"
@@ -40,12 +41,12 @@ class SchemaReport:
 
     def __str__(self) -> str:
         """A few lines."""
-        lines = [f"{self.num_rows} rows: {_counts(self.schemas) or 'none'}"]
+        lines = [f"{in_rows(self.num_rows)}: {_counts(self.schemas) or 'none'}"]
         lines += [f"  field {name!r}: {_counts(kinds)}" for name, kinds in self.fields.items()]
         if self.roles:
             lines.append(f"  roles: {_counts(self.roles)}")
         if self.num_problems:
-            lines.append(f"  {self.num_problems} rows cannot be made a conversation:")
+            lines.append(f"  {in_rows(self.num_problems)} cannot be made a conversation:")
             lines += [f"    {problem}" for problem in self.problems]
         return "\n".join(lines)
 

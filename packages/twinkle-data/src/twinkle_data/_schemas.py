@@ -16,6 +16,7 @@ from typing import Any
 
 from ._errors import FormatError
 from ._messages import Message, PreferencePair, Trajectory
+from ._wording import a_kind
 
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "ipython")},
@@ -72,19 +73,25 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
     if isinstance(row, (Trajectory, PreferencePair)):
         return row
     known = {**_ROLES, **roles} if roles else _ROLES
-    name = schema or detect_schema(row)
+    name = detect_schema(row) if schema is None else schema
     if name is None:
-        kind = f"its fields are {', '.join(map(repr, row)) or 'none'}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
+        fields = ", ".join(f"{key!r} (null)" if value is None else repr(key) for key, value in row.items()) if isinstance(row, Mapping) else ""
+        kind = f"its fields are {fields or 'none'}" if isinstance(row, Mapping) else f"it is {a_kind(row)}"
         raise FormatError(f"cannot tell what form of chat data this is ({kind}); map it to a Trajectory or to a mapping with 'messages'")
-    if name not in _CONVERT:
-        raise FormatError(f"there is no schema {name!r}; the schemas are {', '.join(SCHEMAS)}")
+    check_schema(name)
     row = {"text": row} if isinstance(row, str) else row
     if not isinstance(row, Mapping):
-        raise FormatError(f"a {type(row).__name__} cannot be made a conversation; map it to a Trajectory or to a mapping with 'messages'")
+        raise FormatError(f"{a_kind(row)} cannot be made a conversation; map it to a Trajectory or to a mapping with 'messages'")
     try:
         return _CONVERT[name](row, known)
     except RecursionError:
         raise FormatError("values are nested too deep") from None
+
+
+def check_schema(name: str | None) -> None:
+    """Raises FormatError for the name of a form that there is none of."""
+    if name is not None and name not in _CONVERT:
+        raise FormatError(f"there is no schema {name!r}; the schemas are {', '.join(SCHEMAS)}")
 
 
 def _from_messages(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:

@@ -3,6 +3,8 @@
 import logging
 from dataclasses import dataclass
 
+from ._wording import in_rows
+
 _logger = logging.getLogger("twinkle_data")
 _MOST_REASONS = 5
 
@@ -25,7 +27,12 @@ class Skipped:
 
     def __str__(self) -> str:
         """A line, and one more for each reason."""
-        return "\n  ".join([f"{self.count} rows were skipped" + (", the first because:" if self.reasons else ""), *self.reasons])
+        return "\n  ".join(
+            [
+                f"{in_rows(self.count)} {'was' if self.count == 1 else 'were'} skipped" + (", the first because:" if self.reasons else ""),
+                *self.reasons,
+            ]
+        )
 
 
 def warn_of_skipped(skipped: Skipped) -> None:

@@ -15,6 +15,7 @@ from ._places import Places
 from ._rows import Failed, Joined, Listed, row_or_failed
 from ._skipped import Skipped, warn_of_skipped
 from ._tables import tool_rows
+from ._wording import a_kind
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
@@ -96,9 +97,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DatasetError]
             )
         value = next(iter(lists.values()))
     if not isinstance(value, list):
-        raise DatasetError(f"{path} holds a {type(value).__name__}, not a list of objects")
+        raise DatasetError(f"{path} holds {a_kind(value)}, not a list of objects")
     for number, row in enumerate(value, start=1):
-        yield number, row if isinstance(row, dict) else DatasetError(f"{path}, row {number}: a {type(row).__name__}, not a JSON object")
+        yield number, row if isinstance(row, dict) else DatasetError(f"{path}, row {number}: {a_kind(row)}, not a JSON object")
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | DatasetError]]:

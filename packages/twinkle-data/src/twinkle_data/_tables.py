@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._errors import DatasetError
+from ._wording import a_kind
 
 _TOOLS = ("tools", "functions")
 _CALLS = ("tool_calls", "function_call")
@@ -22,7 +23,7 @@ def tool_rows(source: Any) -> Any:
     home = type(source).__module__.partition(".")[0]
     for library, call in (("pandas", "to_dict('records')"), ("pyarrow", "to_pylist()"), ("polars", "to_dicts()")):
         if home == library and hasattr(source, call.partition("(")[0]):
-            raise DatasetError(f"a {type(source).__name__} is no sequence of rows; give its .{call}")
+            raise DatasetError(f"{a_kind(source)} is no sequence of rows; give its .{call}")
     if home != "datasets" or isinstance(source, Mapping):
         return source
     return _Indexed(source) if hasattr(source, "__getitem__") and hasattr(source, "__len__") else _Streamed(source)

@@ -14,7 +14,7 @@ from ._messages import PreferencePair, Trajectory
 from ._places import Places, places_of
 from ._pool import Progress, run_chunks
 from ._rows import Listed, RowName
-from ._schemas import detect_schema, to_conversation
+from ._schemas import check_schema, detect_schema, to_conversation
 from ._skipped import Skipped, warn_of_skipped
 from ._template import Template
 
@@ -86,6 +86,9 @@ class ConvertRows(_OneByOne):
     schema: str | None
     roles: Mapping[str, str] | None
 
+    def __post_init__(self) -> None:
+        check_schema(self.schema)
+
     def look(self, name: object, row: Any) -> Sequence[Any]:
         try:
             return (to_conversation(row, self.schema, self.roles),)
@@ -104,6 +107,9 @@ class EncodeRows:
     add_generation_prompt: bool
     schema: str | None
     roles: Mapping[str, str] | None
+
+    def __post_init__(self) -> None:
+        check_schema(self.schema)
 
     def look(self, name: object, row: Any) -> Sequence[Any]:
         result = self.look_at_all([name], [row])[0]
