@@ -25,6 +25,12 @@ from twinkle.dataset import Dataset
 from twinkle.dataloader import DataLoader
 from twinkle.model import MegatronModel, TransformersModel
 from twinkle.sampler import vLLMSampler
+from twinkle.model.transformers.strategy.sequence_parallel import SequenceParallelConfig
+config = SequenceParallelConfig(
+ enabled=True, # Enable sequence parallel
+ ulysses_size=None, # Ulysses SP degree (auto-derived from DeviceMesh if None)
+ gather_logits=True, # Gather logits after forward for loss computation
+)
 assert twinkle.MegatronModel is MegatronModel and twinkle.vLLMSampler is vLLMSampler and twinkle.DataLoader is DataLoader
 assert callable(twinkle.initialize)
 from twinkle.dataset import IterablePackingDataset, PackingDataset

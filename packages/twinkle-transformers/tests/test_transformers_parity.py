@@ -27,10 +27,13 @@ def measure_on_rank(
     """Runs on every rank: for each form of the same rows log-probabilities, loss and gradients; and weights after a step of SGD."""
     from twinkle_data import InputProcessor, PackedFeature
     from twinkle_mesh import DeviceMesh
+    from twinkle_transformers import SequenceParallelConfig
     from twinkle_transformers._trainer import TransformersTrainer
 
     mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
     rank = int(os.environ["RANK"])
+    if "sequence_parallel" in options:
+        options = options | {"sequence_parallel": SequenceParallelConfig(**options["sequence_parallel"])}
     trainer = TransformersTrainer(path, mesh, **options)
     try:
         _break(trainer, fault)
@@ -70,6 +73,10 @@ def _break(trainer: Any, fault: str | None) -> None:
         for module in trainer._model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)
+    elif fault == "shares stay apart":
+        attention = trainer._attention
+        attention.makes_masks = False
+        attention.distribute = lambda whole, module, tensors, plan, options: whole(module, *tensors, None, **options | {"position_ids": None})
     elif fault == "sequences see one another":
         of = trainer._attention.of
         trainer._attention.of = lambda rows: of(dataclasses.replace(rows, sequence_ids_BT=None, segments=()))
@@ -98,9 +105,34 @@ def worst(results: list[dict[str, Any]], forms: Any, want: dict[str, Any]) -> tu
     return max(ratios), found
 
 
-LEAK = "sequences see one another"
+LEAK, APART = "sequences see one another", "shares stay apart"
+ALL = tuple(FORMS)
+# What a family's name may stand for: the family, and sizes that differ from those of the zoo.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3 mqa": ("qwen3", {"num_key_value_heads": 1}),
+    "llama 6 heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
+}
+ULYSSES, RING = {"ulysses_size": 2}, {"cp_size": 2}
 # name: ranks, family, sizes of the mesh, options, forms, fault that must be noticed, whether it runs by default.
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ...], str, bool]] = {
+    "ulysses2": (2, "qwen3", ULYSSES, {}, ALL, APART, True),
+    "ulysses2 eager mqa": (2, "qwen3 mqa", ULYSSES, {"attn_implementation": "eager"}, ("right", "packed"), LEAK, True),
+    "ulysses2 gpt_oss": (2, "gpt_oss", ULYSSES, {}, ("left", "packed"), APART, True),
+    "ulysses2 gemma2": (2, "gemma2", ULYSSES, {}, ("left", "packed"), APART, False),
+    "ulysses2 mistral, recomputed": (2, "mistral", ULYSSES, {"activation_checkpointing": True}, ALL, APART, True),
+    "ulysses2 deepseek_v3": (2, "deepseek_v3", ULYSSES, {}, ALL, APART, False),
+    "ulysses2 whole logits": (2, "qwen2", ULYSSES, {"sequence_parallel": {"gather_logits": True}}, ("packed",), APART, True),
+    "ring2": (2, "qwen3", RING, {}, ALL, APART, True),
+    "ring2 eager, recomputed": (2, "llama", RING, {"attn_implementation": "eager", "activation_checkpointing": True}, ("packed",), APART, True),
+    "ring2 deepseek_v3": (2, "deepseek_v3", RING, {}, ("right", "packed"), APART, True),
+    "ring2 by choice": (2, "qwen2", ULYSSES, {"sequence_parallel": {"ulysses_size": 1}}, ("free",), APART, False),
+    "ulysses4": (4, "qwen3", {"ulysses_size": 4}, {}, ALL, APART, False),
+    "ulysses2 ring2": (4, "qwen3", {"ulysses_size": 2, "cp_size": 2}, {}, ALL, APART, False),
+    "ulysses4 of 6 heads": (4, "llama 6 heads", {"ulysses_size": 4}, {}, ALL, APART, False),
+    "ring4": (4, "llama", {"cp_size": 4}, {}, ALL, APART, False),
+    "dp2 ulysses2": (4, "qwen3", {"dp_size": 2, **ULYSSES}, {}, ("right", "packed"), "no sum over replicas", False),
+    "fsdp2 ulysses2, recomputed": (4, "qwen3", {"fsdp_size": 2, **ULYSSES}, {"activation_checkpointing": True}, ("left", "packed"), APART, False),
+    "fsdp2 ring2": (4, "qwen3", {"fsdp_size": 2, **RING}, {}, ("packed",), "norm of one shard", False),
     "one sdpa": (1, "qwen3", {}, {}, ("right", "left", "free", "packed"), LEAK, True),
     "one eager": (1, "qwen3", {}, {"attn_implementation": "eager"}, ("right", "left", "free", "packed"), LEAK, True),
     "one, recomputed": (1, "mistral", {}, {"activation_checkpointing": True}, ("free", "packed"), LEAK, True),
@@ -120,7 +152,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ..
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if row[6] else (pytest.mark.full,), id=n) for n, row in LAYOUTS.items()])
 def test_a_layout_equals_plain_pytorch_and_its_fault_is_noticed(name: str, pools: Any, expected: Any, features: list[Any]) -> None:
     ranks, family, sizes, options, names, fault, _ = LAYOUTS[name]
-    path, want = expected(family)
+    family, changed = VARIANTS.get(family, (family, {}))
+    path, want = expected(family, **changed)
     forms = {form: FORMS[form] for form in names}
     ratio, found = worst(pools(ranks).run(measure_on_rank, path, features, sizes, forms, options, timeout_s=120), forms, want)
     print(name, found)

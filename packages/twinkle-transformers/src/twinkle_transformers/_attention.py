@@ -77,6 +77,10 @@ class Attention:
         self.name = f"twinkle_{next(_numbers)}_{self.base}"
         self.distribute: Callable[[AttentionFunction, Any, Sequence[torch.Tensor], Plan, dict[str, Any]], Result] | None = None
         """Attention over ranks, where sequences are divided: called with the function for whole sequences, the module, q, k, v, plan, options."""
+        self.special: set[str] = set()
+        """What the model's attention has beside causal softmax, as far as it was called."""
+        self.makes_masks = True
+        """Whether attention over ranks looks at the plan's mask or segments; without, only at its rows."""
         self._rows: Rows | None = None
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._make_mask)
@@ -102,6 +106,10 @@ class Attention:
         rows = self._rows
         if rows is None:  # called by someone else, as in generate
             return make(mask_function=mask_function, **options)
+        if mask_function is not causal_mask_function:
+            self.special.add("windows or chunks")
+        if not self.makes_masks:
+            return Plan(rows=rows)
         options |= {"batch_size": rows.shape[0], "q_length": rows.shape[1], "kv_length": rows.shape[1], "attention_mask": None}
         ids = rows.sequence_ids_BT
         if ids is not None:
@@ -117,6 +125,10 @@ class Attention:
         if self.base == "sdpa" and options.get("softcap") is not None:
             # transformers 5.19's sdpa drops it without a word.
             raise UnsupportedModelError(f"{type(module).__name__} caps its attention scores, which 'sdpa' cannot do: set attn_implementation='eager'")
+        if options.get("softcap") is not None:
+            self.special.add("capped scores")
+        if options.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+            self.special.add("sinks")
         whole = self._whole(module)
         if self.distribute is not None:
             if not isinstance(attention_mask, Plan):

@@ -55,22 +55,21 @@ class Groups:
         self._timeout = timedelta(seconds=timeout_s)
         self.device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
         data_axes = [axis for axis in mesh.axis_sizes() if axis in ("dp", "fsdp", "ep_fsdp", "ep")]
-        self.data = self._group(mesh.rank_groups(*data_axes))
+        self.data = self.group_of(mesh.rank_groups(*data_axes))
         """Ranks that hold other rows; None where there is only this one, as for all groups here."""
-        self.ulysses = self._group(mesh.rank_groups("ulysses"))
-        self.sequence = self._group(mesh.rank_groups("cp", "ulysses"))
+        self.sequence = self.group_of(mesh.rank_groups("cp", "ulysses"))
         """Ranks that hold other parts of the same rows."""
-        self.shard = self._group(mesh.rank_groups("fsdp"))
+        self.shard = self.group_of(mesh.rank_groups("fsdp"))
         """Ranks that hold other shards of the dense weights."""
-        self.replicas = self._group(mesh.rank_groups(*[axis for axis in mesh.axis_sizes() if axis not in ("fsdp", "pp", "tp")]))
+        self.replicas = self.group_of(mesh.rank_groups(*[axis for axis in mesh.axis_sizes() if axis not in ("fsdp", "pp", "tp")]))
         """Ranks that hold the same shards of the dense weights."""
-        self.experts = self._group(mesh.expert_rank_groups("ep"))
+        self.experts = self.group_of(mesh.expert_rank_groups("ep"))
         """Ranks that hold other experts, and exchange tokens."""
-        self.expert_shard = self._group(mesh.expert_rank_groups("ep_fsdp"))
+        self.expert_shard = self.group_of(mesh.expert_rank_groups("ep_fsdp"))
         """Ranks that hold other shards of the same experts."""
-        self.expert_whole = self._group(mesh.expert_rank_groups("ep_fsdp", "ep"))
+        self.expert_whole = self.group_of(mesh.expert_rank_groups("ep_fsdp", "ep"))
         """Ranks that together hold all experts."""
-        self.expert_replicas = self._group(mesh.expert_rank_groups("expert_dp"))
+        self.expert_replicas = self.group_of(mesh.expert_rank_groups("expert_dp"))
         """Ranks that hold the same shards of the same experts."""
 
     @cached_property
@@ -83,7 +82,7 @@ class Groups:
         """The ranks over which fully_shard shards the experts."""
         return self._torch_mesh(self.mesh.expert_rank_groups("ep_fsdp"))
 
-    def _group(self, partition: Iterable[tuple[int, ...]]) -> Any:
+    def group_of(self, partition: Iterable[tuple[int, ...]]) -> Any:
         """This rank's group of a partition of the ranks; None when it is alone in it. All ranks make all groups, in the same order."""
         found: Any = None
         for ranks in partition:

@@ -7,13 +7,15 @@ from twinkle_remote import remote_class, remote_function
 from twinkle_sync import WeightSender
 from twinkle_train import remote_train_methods
 
+from ._sequence_parallel import SequenceParallelConfig
 from ._trainer import MixedPrecision, TransformersTrainer
 
 
 @remote_class(execute="all")
 @remote_train_methods
 class TransformersModel(TransformersTrainer, WeightSender):
-    """Trains any causal language model of transformers, on GPUs and on CPUs, data parallel and sharded (FSDP2).
+    """Trains any causal language model of transformers, on GPUs and on CPUs, data parallel, sharded (FSDP2), and with sequences divided over ranks
+    (Ulysses, ring).
 
     It follows the trainer contract (`twinkle_train.TrainModel`, where every method is described): every layout gives the loss, gradients and
     updated weights of one process, to rounding. Rows may be padded, packed, or padding-free; a model whose code would let the sequences of a row see
@@ -21,12 +23,15 @@ class TransformersModel(TransformersTrainer, WeightSender):
 
     Args:
         model_id: a local folder with a Hugging Face checkpoint (config.json, weights).
-        device_mesh: dp_size and fsdp_size; weights are sharded over fsdp, replicated over dp. Default: data parallel over the group's workers.
+        device_mesh: dp_size, fsdp_size (weights are sharded over it, replicated over the rest), ulysses_size and cp_size (sequences are divided).
+            Default: data parallel over the group's workers.
         mixed_precision: 'no' (float32) or 'bf16' (forward and backward in bfloat16; weights, reduced gradients and the optimizer in float32).
         remote_group: the device group whose workers hold the model, in mode 'ray'.
         seed: of dropout's generators. Weights come from the checkpoint, so all layouts start alike.
         activation_checkpointing: compute each layer again in backward instead of keeping its activations.
         attn_implementation: 'eager', 'sdpa', 'flex_attention' or 'flash_attention_2' ...; None: what transformers takes for the model.
+        sequence_parallel: how rows are divided over the mesh's ulysses_size x cp_size ranks; None: Ulysses as far as heads divide, ring for the rest,
+            and the loss from gathered log-probabilities.
         trust_remote_code: run code that is in the checkpoint's folder.
         timeout_s: how long ranks wait for one another, at start and in every collective.
 
@@ -45,6 +50,7 @@ class TransformersModel(TransformersTrainer, WeightSender):
         seed: int = 0,
         activation_checkpointing: bool = False,
         attn_implementation: str | None = None,
+        sequence_parallel: SequenceParallelConfig | None = None,
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -56,6 +62,7 @@ class TransformersModel(TransformersTrainer, WeightSender):
             seed=seed,
             activation_checkpointing=activation_checkpointing,
             attn_implementation=attn_implementation,
+            sequence_parallel=sequence_parallel,
             trust_remote_code=trust_remote_code,
             timeout_s=timeout_s,
         )

@@ -41,6 +41,7 @@ from ._logprobs import token_logprobs
 from ._optimizer import Optimizer
 from ._packing import packing_fault, takes_positions
 from ._saving import save_checkpoint
+from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
 from ._sharding import shard_model
 from ._weights import Weights
 
@@ -63,6 +64,7 @@ class TransformersTrainer(TrainerBase):
         seed: int = 0,
         activation_checkpointing: bool = False,
         attn_implementation: str | None = None,
+        sequence_parallel: SequenceParallelConfig | None = None,
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -79,6 +81,7 @@ class TransformersTrainer(TrainerBase):
             "seed": seed,
             "activation_checkpointing": activation_checkpointing,
             "attn_implementation": attn_implementation,
+            "sequence_parallel": sequence_parallel and dataclasses.asdict(sequence_parallel),
             "trust_remote_code": trust_remote_code,
         }
         init_process_group(mesh.device_type, timeout_s)
@@ -89,6 +92,14 @@ class TransformersTrainer(TrainerBase):
         self._attention, reason = _attention_of(model)
         self._packing_fault = packing_fault(model, self._attention, reason)
         self._takes_positions = takes_positions(model)
+        self._sequence: SequenceParallel | None = None
+        self._gathers_logits = False
+        if mesh.ulysses_size * mesh.cp_size > 1:
+            strategy = SequenceParallelStrategy(mesh, sequence_parallel, timeout_s=timeout_s)
+            if self._attention is None or self._packing_fault is not None:
+                raise UnsupportedModelError(f"sequences cannot be divided over ranks: {self._packing_fault}")
+            self._sequence = strategy.install(model, self._attention)
+            self._gathers_logits = strategy.config.gather_logits
         if activation_checkpointing:
             _checkpoint_activations(model)
         model.to(groups.device)
@@ -138,9 +149,16 @@ class TransformersTrainer(TrainerBase):
             raise InputError(f"rows of several sequences would be wrong: {self._packing_fault}. Give one sequence a row")
         if not self._takes_positions and not batch.valid[:, 0].all():
             raise InputError(f"{type(self._model).__name__}.forward has no position_ids: pad on the right")
-        inputs = model_inputs(batch, self._groups_of_mesh.device)
-        logits_BTV = self._logits(inputs)
-        return TokenOutputs(*token_logprobs(logits_BTV, inputs.targets_BT, inputs.temperature_BT))
+        if self._sequence is None:
+            inputs = model_inputs(batch, self._groups_of_mesh.device)
+            return TokenOutputs(*token_logprobs(self._logits(inputs), inputs.targets_BT, inputs.temperature_BT))
+        inputs, columns = self._sequence.split(batch)
+        logits_BLV = self._logits(inputs)
+        if self._gathers_logits:
+            whole = model_inputs(batch, self._groups_of_mesh.device)
+            return TokenOutputs(*token_logprobs(self._sequence.gather(logits_BLV, columns), whole.targets_BT, whole.temperature_BT))
+        logprobs_BL, entropy_BL = token_logprobs(logits_BLV, inputs.targets_BT, inputs.temperature_BT)
+        return TokenOutputs(self._sequence.gather(logprobs_BL, columns), self._sequence.gather(entropy_BL, columns))
 
     def _logits(self, inputs: ModelInputs) -> torch.Tensor:
         positions = {"position_ids": inputs.position_ids_BT} if self._takes_positions else {}

@@ -1,0 +1,1 @@
+"""How TransformersModel divides its work, under the documented names."""

@@ -1,0 +1,5 @@
+from twinkle_transformers import SequenceParallel as SequenceParallel
+from twinkle_transformers import SequenceParallelConfig as SequenceParallelConfig
+from twinkle_transformers import SequenceParallelStrategy as SequenceParallelStrategy
+
+__all__: list[str]
