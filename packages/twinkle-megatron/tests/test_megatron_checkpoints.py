@@ -58,7 +58,7 @@ def resume_on_rank(path: Path, layout: dict[str, Any], rows: list[Any], target: 
         assert trainer.resume_from_checkpoint(target) == {"rows": 2}
         if forget:
             for placement in trainer._engine._bridge.placements(trainer._engine._bare):
-                for name, flat, _ in trainer._engine._optimizer.states(placement.tensor):
+                for name, flat, _ in trainer._engine.trainable("").optimizer.states(placement.tensor):
                     if name.startswith("exp_avg"):
                         flat.zero_()
         return _steps(trainer, rows, 2), trainer.export_weights()

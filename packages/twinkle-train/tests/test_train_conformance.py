@@ -149,8 +149,8 @@ class ForgetsMetrics(ReferenceTrainer):
 
 
 class SavesOldWeights(ReferenceTrainer):
-    def save(self, path):
-        ReferenceTrainer(self._folder).save(path)
+    def save(self, path, **options):
+        ReferenceTrainer(self._folder).save(path, **options)
 
 
 class AllowsAnyOrder(ReferenceTrainer):
@@ -177,15 +177,15 @@ class ForgetsWeights(ReferenceTrainer):
 
 
 class ForgetsSchedule(ReferenceTrainer):
-    def resume_from_checkpoint(self, path):
-        user_state = super().resume_from_checkpoint(path)
+    def resume_from_checkpoint(self, path, **options):
+        user_state = super().resume_from_checkpoint(path, **options)
         self.set_lr_scheduler("constant")
         return user_state
 
 
 class ForgetsUserState(ReferenceTrainer):
-    def resume_from_checkpoint(self, path):
-        super().resume_from_checkpoint(path)
+    def resume_from_checkpoint(self, path, **options):
+        super().resume_from_checkpoint(path, **options)
         return {}
 
 

@@ -50,9 +50,9 @@ class DataParallel(ReferenceTrainer):
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
 
-    def save(self, path):
+    def save(self, path, **options):
         if dist.get_rank() == 0:
-            super().save(path)
+            super().save(path, **options)
         dist.barrier()
 
     def _write_checkpoint(self, target, info, *, background):

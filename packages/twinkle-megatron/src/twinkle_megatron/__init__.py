@@ -5,6 +5,7 @@ platform first.
 """
 
 from . import cpu
+from ._adapter_source import AdapterSource
 from ._bridge import Bridge
 from ._errors import (
     CheckpointError,
@@ -19,6 +20,7 @@ from ._layout import check_layout
 from ._model import MegatronModel
 
 __all__ = [
+    "AdapterSource",
     "Bridge",
     "CheckpointError",
     "LayoutError",

@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +43,20 @@ def save_checkpoint(weights: Iterator[tuple[str, torch.Tensor]], source: Path, t
     Raises:
         CheckpointError: rank 0 could not write; on every rank, naming the cause.
     """
+    write_on_rank_zero(weights, target, lambda: _write(weights, source, target, dtype))
+
+
+def write_on_rank_zero(weights: Iterator[Any], target: Path, write: Callable[[], None]) -> None:
+    """Runs what writes a collective stream to the target, on rank 0; the other ranks iterate along.
+
+    Raises:
+        CheckpointError: rank 0 could not write; on every rank, naming the cause.
+    """
     failure: list[str | None] = [None]
     cause: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            _write(weights, source, target, dtype)
+            write()
         except Exception as error:  # raised below, once the other ranks know. A full disk is a SafetensorError here, which is no OSError
             cause = error
             reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -72,7 +82,7 @@ def _write(weights: Iterable[tuple[str, torch.Tensor]], source: Path, target: Pa
         for name in _CARRIED_OVER:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        _replace(folder, target)
+        replace_folder(folder, target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -113,7 +123,8 @@ def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, t
         yield shard
 
 
-def _replace(folder: Path, target: Path) -> None:
+def replace_folder(folder: Path, target: Path) -> None:
+    """Lets a finished folder take the target's place."""
     if not target.exists():
         os.rename(folder, target)
         return

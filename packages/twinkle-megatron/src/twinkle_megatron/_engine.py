@@ -14,22 +14,27 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch
 from twinkle_mesh import DeviceMesh
-from twinkle_train import CallOrderError, ComputeLoss, ConfigError, LossOutput, OptimizerConfig, ReduceGroups, Row, TokenOutputs
+from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, ReduceGroups, Row, TokenOutputs
 
 from . import _moe, _parallel, _replay
+from ._adapters import Adapter
 from ._bridge import Bridge, make_bridge
 from ._errors import CheckpointError
-from ._gradients import Gradients
 from ._logprobs import gather_context, vocab_parallel_logprobs
-from ._optimizer import Optimizer
+from ._lora import Site, make_sites
+from ._lora_plan import LinearLayer, peft_name
 from ._options import base_options, checked_options
 from ._pieces import Piece, state_pieces, weight_pieces
 from ._schedule import packed_parameters, run_schedule
+from ._trainable import Trainable
 from ._views import Columns, View, ViewShape, common_shape, make_view, view_shape, with_fillers
+from ._weights import Placement
 
 
 class Engine:
-    """A model on this rank's part of a mesh, with gradients and an optimizer.
+    """A model on this rank's part of a mesh, and adapters on it, each with gradients and an optimizer of its own.
+
+    Methods that take an adapter's name mean the base model by ''.
 
     Args:
         hf_config: the checked Hugging Face configuration.
@@ -61,8 +66,7 @@ class Engine:
         self._mesh = mesh
         self._dtype = dtype
         self._distributed_optimizer = distributed_optimizer
-        self._overlap = overlap
-        self._optimizer: Optimizer | None = None
+        self._seed = seed
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         checked = checked_options(options)
         # A model that is forgotten instead of closed lets the layout go, too.
@@ -76,24 +80,24 @@ class Engine:
             raise
         self._bridge = bridge
         self._bare: list[Any] = bare
-        self._gradients: Gradients | None = None
+        self._base = Trainable(bare, dtype, sharded=distributed_optimizer, overlap=overlap)
+        self._adapters: dict[str, Adapter] = {}
+        self._layers: list[LinearLayer] = []
+        self._sites: dict[tuple[int, str], Site] = {}
+        self._active = ""
         self._tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         self._cp_group: Any = parallel_state.get_context_parallel_group()
         self._config: Any = bare[0].config
         self._routers = _moe.routers(bare)
         self._columns = Columns(cp_size=mesh.cp_size, cp_rank=self._cp_group.rank(), tp_size=mesh.tp_size if mesh.sequence_parallel else 1)
 
-    @property
-    def _chunks(self) -> list[Any]:
-        """This rank's model chunks: bare until something needs gradients, since their buffers are as large as the model."""
-        return self._bare if self._gradients is None else self._gradients.chunks
-
-    @property
-    def _trained(self) -> Gradients:
-        """The chunks' gradient buffers (fp32, one value a weight)."""
-        if self._gradients is None:
-            self._gradients = Gradients(self._bare, sharded=self._distributed_optimizer, overlap=self._overlap)
-        return self._gradients
+    def trainable(self, adapter_name: str) -> Trainable:
+        """The base model's parameters, or an adapter's, with gradients and optimizer."""
+        if adapter_name:
+            return self._adapters[adapter_name].trainable
+        # megatron-core leaves out whatever is frozen at the moment, in buffers, reductions and norms.
+        self._activate("")
+        return self._base
 
     @property
     def has_experts(self) -> bool:
@@ -121,6 +125,55 @@ class Engine:
     def close(self) -> None:
         """Lets another layout be built in this process."""
         self._release()
+
+    # Adapters.
+
+    def add_adapter(self, name: str, lora: LoraConfig) -> None:
+        """Puts an adapter on the model, inactive. Collective.
+
+        Raises:
+            ConfigError: what this model or layout cannot have an adapter on.
+        """
+        if self._config.moe_shared_expert_overlap and self._config.moe_shared_expert_intermediate_size:
+            raise ConfigError("adapters need transformer_options={'moe_shared_expert_overlap': False}: overlapped shared experts bypass their layers")
+        if not self._layers:
+            linear_layers: Any = getattr(self._bridge, "linear_layers", None)
+            if linear_layers is None:
+                raise ConfigError(
+                    f"{type(self._bridge).__name__} has no method linear_layers(), which adapters need: derive it from "
+                    "twinkle_megatron.bridges.MBridge"
+                )
+            self._layers = linear_layers()
+        chunks = [_bare(chunk) for chunk in self._bare]
+        adapter = Adapter(name, lora, self._layers, chunks, self._dtype, seed=self._seed, sharded=self._distributed_optimizer)
+        if not self._sites:
+            here = parallel_state.get_pipeline_model_parallel_rank()
+            self._sites = make_sites(chunks, [layer for layer in self._layers if layer.stage == here])
+            for chunk in chunks:
+                if chunk.pre_process:
+                    chunk.embedding.register_forward_hook(self._let_gradients_reach_adapters)
+        self._adapters[name] = adapter
+
+    def _let_gradients_reach_adapters(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        # Frozen layers hand gradients on only to inputs that want some: without it recomputed layers, and stages before the first adapter,
+        # would have no graph at all.
+        if self._active and torch.is_grad_enabled():
+            output.requires_grad_(True)
+
+    def _activate(self, name: str) -> list[Any]:
+        """Makes the model that of an adapter, or the base model; returns the chunks to run. A frozen base has no gradients."""
+        if name != self._active:
+            if bool(name) != bool(self._active):
+                self._base.freeze(bool(name))
+            besides = dict(self._adapters[name].beside()) if name else {}
+            for place, site in self._sites.items():
+                site.active = besides.get(place)
+            self._active = name
+        return self._bare if name else self._base.chunks
+
+    def adapter(self, name: str) -> Adapter:
+        """The adapter of that name, which must be there."""
+        return self._adapters[name]
 
     # Running.
 
@@ -174,28 +227,30 @@ class Engine:
         for router in self._routers:
             router.replay.recording = True
         try:
-            self.run(views, None)
+            self.run("", views, None)
             return _replay.recorded(self._routers, views, tp_size=self._columns.tp_size, tp_rank=self._tp_group.rank(), config=self._config)
         finally:
             self.route_as_usual()
 
-    def forward(self, view: View) -> TokenOutputs:
+    def forward(self, adapter_name: str, view: View) -> TokenOutputs:
         """One micro-batch with a graph; only without a pipeline."""
         self._weigh_aux_losses([view])
-        (chunk,) = self._trained.chunks
+        _ = self.trainable(adapter_name).gradients
+        (chunk,) = self._activate(adapter_name)
         chunk.train()
         outputs = self._outputs(view, self._call(chunk, view))
         self._forget_graphs()
         return outputs
 
-    def backward(self, output: LossOutput, batch: Batch) -> None:
+    def backward(self, adapter_name: str, output: LossOutput, batch: Batch) -> None:
         """Backward of a loss of :meth:`forward`'s outputs."""
         self.check_loss_weight(output, batch)
-        self._trained.before_backward()
+        self._activate(adapter_name)
+        self.trainable(adapter_name).gradients.before_backward()
         output.sum.backward()
         self._forget_graphs()
 
-    def run(self, views: Sequence[View], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
+    def run(self, adapter_name: str, views: Sequence[View], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
         """All micro-batches through the schedule, backward of the losses included; outputs (no graph) on the last stage only.
 
         An exception of the loss is raised when the schedule is through: the other stages, which wait for gradients, are not left hanging.
@@ -219,11 +274,12 @@ class Engine:
             return token_outputs.logprobs_BT.sum() * 0.0
 
         if compute_loss is not None:
-            self._trained.before_backward()
+            self.trainable(adapter_name).gradients.before_backward()
             self._weigh_aux_losses(views)
-        for chunk in self._chunks:
+        chunks = self._activate(adapter_name)
+        for chunk in chunks:
             chunk.train(compute_loss is not None)
-        run_schedule(self._chunks, views, self._call, on_last_stage, forward_only=compute_loss is None)
+        run_schedule(chunks, views, self._call, on_last_stage, forward_only=compute_loss is None)
         self._forget_graphs()
         if failure is not None:
             raise failure
@@ -285,50 +341,13 @@ class Engine:
         logprobs_BT = view.to_batch(gather_context(logprobs_RK, self._cp_group))
         return TokenOutputs(logprobs_BT, view.to_batch(gather_context(entropy_RK, self._cp_group)))
 
-    # Gradients and the optimizer.
+    # Steps.
 
-    def reduce_gradients(self) -> None:
-        """Sums gradients over the ranks that hold other data, and weights that several ranks share."""
-        self._trained.reduce()
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies all gradients."""
-        self._trained.scale(factor)
-
-    def gradient_norm(self) -> float:
-        """The 2-norm of the whole gradient, each weight counted once. Collective."""
-        if not self._distributed_optimizer:
-            return self._trained.norm()
-        if self._optimizer is None:
-            raise CallOrderError("the gradient norm of sharded gradients (use_distributed_optimizer) needs the optimizer: call set_optimizer first")
-        return self._optimizer.grad_norm()
-
-    def make_optimizer(self, config: OptimizerConfig) -> None:
-        """Replaces the optimizer by a fresh one.
-
-        Raises:
-            ConfigError: SGD or Muon with sharded states, which megatron-core does not have.
-            ImportError: Muon without the package emerging-optimizers.
-        """
-        if self._distributed_optimizer and config.name == "muon":
-            raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'muon'")
-        if self._distributed_optimizer and config.name == "sgd":
-            raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'sgd', which has no states to shard")
-        self._trained.settle_parameters()
-        self._optimizer = Optimizer(self._trained.chunks, config, self._dtype, distributed=self._distributed_optimizer)
-
-    def step(self, learning_rate: float) -> None:
+    def step(self, adapter_name: str, learning_rate: float) -> None:
         """One optimizer step with the gradients as they are."""
-        assert self._optimizer is not None, "the trainer checks that there is an optimizer"
-        self._optimizer.step(learning_rate)
-        self._trained.parameters_changed()
-        if self.has_experts:
+        self.trainable(adapter_name).step(learning_rate)
+        if self.has_experts and not adapter_name:
             _moe.update_expert_biases(self._routers, self._config.moe_router_bias_update_rate)
-
-    def zero_gradients(self) -> None:
-        """Drops all gradients."""
-        if self._gradients is not None:
-            self._gradients.zero()
 
     def take_statistics(self) -> dict[str, float]:
         """Load and losses of the routers since the last call. Collective."""
@@ -341,53 +360,64 @@ class Engine:
 
     def load(self, path: Path) -> None:
         """Reads the weights of a checkpoint into the model and the optimizer's main copies."""
-        self._settle()
+        self._base.settle_parameters()
         self._bridge.load(self._bare, path)
-        if self._optimizer is not None:
-            self._optimizer.reload_parameters()
+        self._base.parameters_replaced()
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face names. Collective: all ranks iterate to the end."""
-        self._settle()
+    def export_weights(self, adapter_name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights under their Hugging Face names, or an adapter's under peft's. Collective: all ranks iterate to the end."""
+        if adapter_name:
+            return self._adapters[adapter_name].export()
+        self._base.settle_parameters()
         return self._bridge.export_weights(self._bare)
 
-    def export_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole gradients under their Hugging Face names. Collective: all ranks iterate to the end."""
-        self._trained.make_whole()
+    def merged_weights(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The base model's weights with an adapter's product added: B A times its scaling, in float32. Collective: all ranks iterate to the end."""
+        matrices = {name: tensor.float() for name, tensor in self._adapters[adapter_name].export()} if adapter_name else {}
+        for name, weight in self.export_weights():
+            module = name.removesuffix(".weight")
+            up, down = matrices.get(peft_name(module, "B")), matrices.get(peft_name(module, "A"))
+            if up is None or down is None:
+                yield name, weight
+            else:
+                yield name, (weight.float() + up @ down * self._adapters[adapter_name].lora.scaling).to(weight.dtype)
+
+    def export_gradients(self, adapter_name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole gradients under the names of :meth:`export_weights`. Collective: all ranks iterate to the end."""
+        if adapter_name:
+            return self._adapters[adapter_name].export(gradients=True)
+        self._base.gradients.make_whole()
         return self._bridge.export_gradients(self._bare)
 
     # Training checkpoints.
 
-    def checkpoint_pieces(self, optimizer_steps: int) -> list[Piece]:
+    def checkpoint_pieces(self, steps: Mapping[str, int]) -> list[Piece]:
         """Rectangles of whole weights, routers' biases and, after the first step, optimizer states that this rank has; views, not copies.
+
+        steps: how many the optimizer has taken, of the adapters that are wanted ('' is the base model).
 
         Raises:
             CheckpointError: a bridge of one's own that does not say where weights lie.
         """
+        pieces: list[Piece] = []
+        for name, num_steps in steps.items():
+            trainable = self.trainable(name)
+            trainable.settle_parameters()
+            for placement in self._adapters[name].placements() if name else self._base_placements():
+                pieces += weight_pieces(placement)
+                if trainable.optimizer is not None and num_steps:
+                    for state, flat, start in trainable.optimizer.states(placement.tensor):
+                        pieces += state_pieces(placement, f"optimizer.state.{state}", flat, start)
+        return pieces
+
+    def _base_placements(self) -> Iterator[Placement]:
         placements: Any = getattr(self._bridge, "placements", None)
         if placements is None:
             raise CheckpointError(
                 f"{type(self._bridge).__name__} has no method placements(chunks), which training checkpoints need: derive it from "
                 "twinkle_megatron.bridges.MBridge, or use save(path) for the weights alone."
             )
-        self._settle()
-        pieces: list[Piece] = []
-        for placement in placements(self._bare):
-            pieces += weight_pieces(placement)
-            if self._optimizer is not None and optimizer_steps:
-                for name, flat, start in self._optimizer.states(placement.tensor):
-                    pieces += state_pieces(placement, f"optimizer.state.{name}", flat, start)
-        return pieces
-
-    def make_optimizer_states(self, optimizer_steps: int) -> None:
-        """Makes the states that the optimizer has after so many steps, for `checkpoint_pieces` to name and a checkpoint to fill."""
-        if self._optimizer is not None and optimizer_steps:
-            self._optimizer.make_states(optimizer_steps)
-
-    def parameters_loaded(self) -> None:
-        """Called when the pieces were filled."""
-        if self._gradients is not None:
-            self._gradients.parameters_changed()
+        return placements(self._bare)
 
     def generator_states(self) -> dict[str, Any]:
         """Of torch's generators and of dropout's, which differ from rank to rank."""
@@ -402,10 +432,6 @@ class Engine:
             torch.cuda.set_rng_state(states["cuda"], self.device)
         tracker: Any = get_cuda_rng_tracker()
         tracker.set_states(dict(states["model_parallel"]))
-
-    def _settle(self) -> None:
-        if self._gradients is not None:
-            self._gradients.settle_parameters()
 
 
 def _bare(chunk: Any) -> Any:

@@ -116,6 +116,17 @@ class Gradients:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 group.param_gather_dispatched = False
 
+    def gather_in_forward(self, enabled: bool) -> None:
+        """Whether a forward waits for parameters that are being gathered. A frozen model's must not: megatron-core asserts that they want gradients.
+
+        Collective.
+        """
+        for chunk in self.chunks if self.overlap and self.sharded else ():
+            if enabled:
+                chunk.enable_forward_pre_hook()
+            else:
+                chunk.disable_forward_pre_hook()
+
     def settle_parameters(self) -> None:
         """Waits for parameters that are still being gathered, before somebody reads or replaces them. Collective."""
         if self.overlap and self.sharded:

@@ -18,6 +18,7 @@ from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 
 from ._families import FAMILIES, rope_arguments
+from ._lora_plan import LinearLayer
 from ._moe import use_router
 from ._weights import Placement, WeightMap
 
@@ -92,6 +93,10 @@ class MBridge:
     def placements(self, chunks: list[torch.nn.Module]) -> Iterator[Placement]:
         """Where each of this rank's tensors lies in the whole model; for training checkpoints."""
         return self._weights().placements([unwrap_model(chunk) for chunk in chunks])
+
+    def linear_layers(self) -> list[LinearLayer]:
+        """The Hugging Face model's linear layers, and where in this model they are; for adapters."""
+        return self._weights().linear_layers()
 
     def _weights(self) -> WeightMap:
         assert self._map is not None, "build() comes first"

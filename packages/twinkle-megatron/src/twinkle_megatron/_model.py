@@ -22,7 +22,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
 
     It follows the trainer contract (`twinkle_train.TrainModel`, where every method is described): every layout gives the loss,
     gradients and updated weights of one process, to rounding. On a CPU, megatron-core runs through `twinkle_megatron.cpu`; on GPUs
-    unmodified, with TransformerEngine (`pip install 'twinkle-megatron[te]'`). Two models in one process share a layout.
+    unmodified, with TransformerEngine (`pip install 'twinkle-megatron[te]'`). Two models in one process share a layout. Any number of low-rank
+    adapters (`add_adapter_to_model`) share one base model, which has no gradients while they are trained.
 
     Args:
         model_id: a local folder with a Hugging Face checkpoint (config.json, *.safetensors).

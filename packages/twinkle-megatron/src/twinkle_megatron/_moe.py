@@ -117,7 +117,8 @@ class Router(TopKRouter):
         with torch.no_grad():
             counts = (routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]).sum(0)
             self.loads += counts
-            self.loads_since_step += counts
+            if self.weight.requires_grad:  # what adapters are trained on does not move the frozen base
+                self.loads_since_step += counts
 
     def _note(self, name: str, loss: torch.Tensor) -> None:
         summed = self.loss_sums.get(name)

@@ -20,6 +20,7 @@ from twinkle_train import (
     ConfigError,
     InputError,
     Inputs,
+    LoraConfig,
     LossOutput,
     OptimizerConfig,
     Row,
@@ -27,6 +28,7 @@ from twinkle_train import (
     TrainerBase,
     init_process_group,
     num_micro_batches,
+    read_checkpoint,
     reduce_max,
     split_micro_batches,
 )
@@ -36,6 +38,7 @@ from ._bridge import check_same_model, find_checkpoint, read_config
 from ._checkpoint import save_checkpoint
 from ._errors import CheckpointError, LayoutError, PlatformError
 from ._layout import check_divides, check_mesh
+from ._peft_files import read_adapter, save_adapter
 from ._training_checkpoint import CheckpointWriter, generators_path, read_checkpoint_pieces
 
 if TYPE_CHECKING:
@@ -120,17 +123,15 @@ class MegatronTrainer(TrainerBase):
     # What the contract leaves to an engine.
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
-        del adapter_name
         (view,) = self._views([batch])
-        return self._engine.forward(view)
+        return self._engine.forward(adapter_name, view)
 
     def _backward(self, adapter_name: str, output: LossOutput) -> None:
         pending = self._state(adapter_name).require_pending("backward")
-        self._engine.backward(output, pending.batch)
+        self._engine.backward(adapter_name, output, pending.batch)
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
-        del adapter_name
-        return self._engine.run(self._views(batches), compute_loss)
+        return self._engine.run(adapter_name, self._views(batches), compute_loss)
 
     def _views(self, batches: Sequence[Batch]) -> "list[View]":
         """The micro-batches as the model sees them; its routers replay what their rows carry, when that is asked for."""
@@ -142,33 +143,29 @@ class MegatronTrainer(TrainerBase):
         return views
 
     def _reduce_gradients(self, adapter_name: str) -> None:
-        del adapter_name
-        self._engine.reduce_gradients()
+        self._engine.trainable(adapter_name).gradients.reduce()
 
     def _scale_gradients(self, adapter_name: str, factor: float) -> None:
-        del adapter_name
-        self._engine.scale_gradients(factor)
+        self._engine.trainable(adapter_name).gradients.scale(factor)
 
     def _gradient_norm(self, adapter_name: str) -> float:
-        del adapter_name
-        return self._engine.gradient_norm()
+        return self._engine.trainable(adapter_name).gradient_norm()
 
     def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
-        del adapter_name
-        self._engine.make_optimizer(config)
+        self._engine.trainable(adapter_name).make_optimizer(config)
 
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
-        del adapter_name
         self._checkpoints.check(self._engine.device)
-        self._engine.step(learning_rate)
+        self._engine.step(adapter_name, learning_rate)
 
     def _zero_gradients(self, adapter_name: str) -> None:
-        del adapter_name
-        self._engine.zero_gradients()
+        self._engine.trainable(adapter_name).zero_gradients()
 
     def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
-        del adapter_name
-        return _on_rank_zero(self._engine.export_gradients())
+        return _on_rank_zero(self._engine.export_gradients(adapter_name))
+
+    def _add_adapter(self, adapter_name: str, config: LoraConfig) -> None:
+        self._engine.add_adapter(adapter_name, config)
 
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
@@ -209,15 +206,15 @@ class MegatronTrainer(TrainerBase):
         }
 
     def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
-        pieces = self._engine.checkpoint_pieces(info.step)
+        pieces = self._engine.checkpoint_pieces({name: each.step for name, each in info.adapters.items()})
         self._checkpoints.save(target, info, pieces, self._engine.generator_states(), background=background)
 
     def wait_for_checkpoint(self) -> None:
         self._checkpoints.wait()
 
-    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
         self._checkpoints.wait()
-        return super().resume_from_checkpoint(path)
+        return super().resume_from_checkpoint(path, adapter_name=adapter_name)
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         entries = self._checkpoint_entries()
@@ -229,9 +226,14 @@ class MegatronTrainer(TrainerBase):
                 )
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
-        self._engine.make_optimizer_states(info.step)
-        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(info.step))
-        self._engine.parameters_loaded()
+        steps = {name: each.step for name, each in info.adapters.items()}
+        for name, step in steps.items():
+            self._engine.trainable(name).make_optimizer_states(step)
+        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps))
+        for name in steps:
+            self._engine.trainable(name).pieces_filled()
+        if steps.keys() != read_checkpoint(path).adapters.keys():
+            return  # one adapter among others: dropout of the others must not jump back
         if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
             states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
             self._engine.set_generator_states(states)
@@ -274,10 +276,19 @@ class MegatronTrainer(TrainerBase):
         if self._settings["transformer_options"].get("moe_router_fusion"):
             raise ConfigError(f"{method} needs transformer_options without moe_router_fusion: the fused router chooses experts by itself")
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        save_checkpoint(self._engine.export_weights(), self._path, Path(path), self._dtype)
+    def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
+        self._state(adapter_name)
+        if adapter_name and not merge:
+            save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name))
+        else:
+            save_checkpoint(self._engine.merged_weights(adapter_name), self._path, Path(path), self._dtype)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
+        self._state(adapter_name)
+        if adapter_name:
+            adapter = self._engine.adapter(adapter_name)
+            adapter.fill(read_adapter(Path(path), adapter.lora), os.fspath(path))
+            return
         folder = find_checkpoint(os.fspath(path))
         check_same_model(folder, self._hf_config)
         self._engine.load(folder)
@@ -286,9 +297,29 @@ class MegatronTrainer(TrainerBase):
         """Every weight, whole, under its Hugging Face name. Collective: all ranks iterate to the end."""
         return self._engine.export_weights()
 
+    def iter_adapter(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every matrix of an adapter, whole, under peft's name. Collective: all ranks iterate to the end."""
+        self._state(adapter_name)
+        return self._engine.adapter(adapter_name).export()
+
+    def adapter_config(self, adapter_name: str) -> dict[str, Any]:
+        """The content of an adapter's adapter_config.json in peft's format.
+
+        Raises:
+            UnknownAdapterError: there is none of that name.
+        """
+        self._state(adapter_name)
+        adapter = self._engine.adapter(adapter_name)
+        return adapter.lora.to_dict() | {"target_modules": adapter.target_names, "base_model_name_or_path": self._settings["model"]}
+
+    def get_state_dict(self, *, adapter_name: str = "") -> dict[str, torch.Tensor]:
+        self._state(adapter_name)
+        keep = torch.distributed.get_rank() == 0
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._engine.export_weights(adapter_name) if keep}
+
     def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
         self._state(adapter_name)
-        return _on_rank_zero(self._engine.export_weights())
+        return _on_rank_zero(self._engine.export_weights(adapter_name))
 
     def close(self) -> None:
         """Frees this process for a model with another layout. The model must not be used afterwards.

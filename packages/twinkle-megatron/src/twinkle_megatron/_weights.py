@@ -4,6 +4,7 @@ mbridge knows names and formats; which rank has which part is known here. (mbrid
 expert tensor parallelism differs from tensor parallelism, and agree upon every single tensor by exchanging pickled objects.)
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ._errors import CheckpointError
+from ._lora_plan import LinearLayer
 
 _EXPERTS = ".mlp.experts.linear_fc"
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_LINEAR = re.compile(r"decoder\.layers\.\d+\..*\blinear_\w+\.weight\d*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,43 @@ class WeightMap:
         begin = rank * rows
         parts = ((0, max(0, min(rows, total - begin)), (begin, *origin)),)
         return Placement(key=_EMBEDDING if is_copy else key, shape=(total, *others), tensor=tensor, parts=parts, is_copy=is_copy)
+
+    def linear_layers(self) -> list[LinearLayer]:
+        """The Hugging Face model's linear layers in attention, MLPs and experts, on all stages and ranks, in their order."""
+        found: list[LinearLayer] = []
+        for entry in self._plan:
+            # Of experts the first, which stands for all of its layer.
+            if _LINEAR.fullmatch(entry.name) and (_EXPERTS not in entry.name or entry.name.endswith(".weight0")):
+                found += self._linear_layers(entry)
+        return found
+
+    def _linear_layers(self, entry: _Entry) -> Iterator[LinearLayer]:
+        is_expert = _EXPERTS in entry.name
+        size = 1 if entry.split_axis is None else self._mpu.etp_size if is_expert else self._mpu.tp_size
+        rows, columns = (length * (size if axis == entry.split_axis else 1) for axis, length in enumerate(entry.shape))
+        whole = [entry.name]
+        if is_expert:
+            whole = [f"{entry.name.removesuffix('0')}{number}" for number in range(self._names.config.num_moe_experts)]
+        names = [self._names._weight_name_mapping_mcore_to_hf(name) for name in whole]
+        config, groups, widths = self._names.config, 1, [rows // len(names[0])] * len(names[0])
+        if len(names[0]) == 3:
+            groups = config.num_query_groups
+            widths = [config.num_attention_heads * config.kv_channels, *[groups * config.kv_channels] * 2]
+        assert sum(widths) == rows, f"{names[0]} are {widths} features of {rows}"
+        for part, width in enumerate(widths):
+            yield LinearLayer(
+                stage=entry.stage,
+                chunk=entry.chunk,
+                module=entry.local_name.rpartition(".")[0],
+                names=tuple(of_one[part].removesuffix(".weight") for of_one in names),
+                part=part,
+                num_parts=len(widths),
+                groups=groups,
+                split={None: None, 0: "column", 1: "row"}[entry.split_axis],
+                is_expert=is_expert,
+                in_features=columns,
+                out_features=width,
+            )
 
     # Out of the model.
 

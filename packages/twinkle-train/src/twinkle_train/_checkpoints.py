@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import CheckpointError, ConfigError
+from ._lora import LoraConfig
 from ._optimizer import OptimizerConfig
 from ._schedules import LRSchedule
 
@@ -29,18 +30,20 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterProgress:
-    """How far one adapter ('' is the base model) is trained. optimizer: None where none was set."""
+    """How far one adapter ('' is the base model) is trained. optimizer: None where none was set. lora: None for the base model."""
 
     optimizer: OptimizerConfig | None
     schedule: LRSchedule
     step: int
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
     """What `checkpoint.json` says.
 
-    step: optimizer steps of the base model. adapters: by name. user_state: what the caller of save_checkpoint gave. engine: the engine's own entries.
+    step: optimizer steps of the base model, or of the one adapter that was written.
+    adapters: by name. user_state: what the caller of save_checkpoint gave. engine: the engine's own entries.
     """
 
     step: int
@@ -73,6 +76,7 @@ class CheckpointInfo:
                 optimizer=None if each["optimizer"] is None else OptimizerConfig(**each["optimizer"]),
                 schedule=LRSchedule(**each["schedule"]),
                 step=each["step"],
+                lora=None if each.get("lora") is None else LoraConfig(**each["lora"]),
             )
             for name, each in content["adapters"].items()
         }

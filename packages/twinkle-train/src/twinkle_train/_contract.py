@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from twinkle_data import InputFeature, InputProcessor, ModelOutput, PackedFeature, Template, Trajectory
 
+from ._lora import HasToDict, LoraConfig
 from ._loss import LossInput, LossOutput
 
 Row = InputFeature | PackedFeature
@@ -148,6 +150,16 @@ class TrainModel(ABC):
         """The learning-rate schedule (see `LRSchedule`), counted in optimizer steps. Raises CallOrderError before set_optimizer."""
 
     @abstractmethod
+    def add_adapter_to_model(self, adapter_name: str, config: LoraConfig | HasToDict | Mapping[str, Any]) -> None:
+        """Puts a low-rank adapter (see `LoraConfig`) on the model; from now on its name is an `adapter_name`. All ranks call it.
+
+        It begins as peft's do, with an update of zero, in every layout alike. It has a loss, optimizer, schedule, gradients and counters of its own;
+        training it changes neither the base model nor other adapters.
+
+        Raises ConfigError for a name that is taken or empty, and for a configuration that this model or layout cannot have.
+        """
+
+    @abstractmethod
     def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
         """The chat template (or the path of its tokenizer) by which Trajectory inputs are encoded. InputFeature inputs need none."""
 
@@ -163,18 +175,31 @@ class TrainModel(ABC):
         """
 
     @abstractmethod
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
         """Writes the weights as a Hugging Face checkpoint (safetensors, config, tokenizer) into the folder, which all ranks name alike.
+
+        adapter_name: an adapter is written alone, in peft's format (adapter_config.json, adapter_model.safetensors). merge: write the whole model
+        with the adapter added to its weights instead.
 
         All ranks call it; when it returns, on any of them, the folder is complete.
         """
 
     @abstractmethod
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Reads weights that `save` (or Hugging Face) wrote into this model. Optimizer state and counters stay."""
+    def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
+        """Reads weights that `save` (or Hugging Face) wrote into this model. Optimizer state and counters stay.
+
+        adapter_name: an adapter that was added, from a folder in peft's format of one that is configured alike.
+        """
 
     @abstractmethod
-    def save_checkpoint(self, path: str | os.PathLike[str], *, user_state: Mapping[str, Any] | None = None, background: bool = False) -> None:
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        user_state: Mapping[str, Any] | None = None,
+        background: bool = False,
+        adapter_name: str | None = None,
+    ) -> None:
         """Writes all that training goes on from: weights, optimizer states, schedule, counters and generators; see `resume_from_checkpoint`.
 
         The folder appears whole or not at all, and replaces one that is there only then: a process that dies in the middle leaves the checkpoints
@@ -183,7 +208,8 @@ class TrainModel(ABC):
 
         path: the checkpoint's own folder, which all ranks name alike and share. user_state: plain JSON that resume_from_checkpoint gives back (a
         loader's position, a weight version). background: return as soon as the state is copied, and write while training goes on; a failure is
-        raised by the next step, save_checkpoint or wait_for_checkpoint, on all ranks, and a second save waits for the first.
+        raised by the next step, save_checkpoint or wait_for_checkpoint, on all ranks, and a second save waits for the first. adapter_name: write only
+        this adapter and its states, not the base model; None writes the base model and all adapters.
 
         Raises CallOrderError while gradients are accumulated, ConfigError for a user_state that is no JSON, CheckpointError when it could not be
         written.
@@ -194,13 +220,23 @@ class TrainModel(ABC):
         """Returns when the checkpoint that is written in the background is whole. All ranks call it; raises CheckpointError when that failed."""
 
     @abstractmethod
-    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
         """Goes on where `save_checkpoint` was called, in this layout or another; returns its user_state.
 
         Optimizer and schedule are set as they were; set_loss is still the caller's. Gradients are dropped. Generators are restored where the layout
         is the same. In the same layout everything that follows is bit-identical; in another, equal to rounding.
 
-        Raises CheckpointError for a folder that is no whole checkpoint, or is one of another model or precision.
+        adapter_name: take only this adapter from the checkpoint and leave all else (generators, too); None takes all that is in it. Adapters must
+        have been added as they were.
+
+        Raises CheckpointError for a folder that is no whole checkpoint, or is one of another model, precision or adapter.
+        """
+
+    @abstractmethod
+    def get_state_dict(self, *, adapter_name: str = "") -> dict[str, Tensor]:
+        """Whole weights by Hugging Face name, or an adapter's matrices by peft's, as CPU tensors; on rank 0 (other ranks may return fewer).
+
+        All ranks call it. Unlike `save` it holds the whole model in memory.
         """
 
     @abstractmethod

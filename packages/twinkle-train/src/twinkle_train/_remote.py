@@ -16,6 +16,7 @@ TrainerT = TypeVar("TrainerT", bound=type[TrainModel])
 _BATCH_METHODS = {"forward": False, "forward_only": True, "forward_backward": False}
 # Every worker takes part, and has the same result.
 _COLLECTIVE_METHODS = (
+    "add_adapter_to_model",
     "backward",
     "calculate_loss",
     "calculate_metric",
@@ -23,6 +24,7 @@ _COLLECTIVE_METHODS = (
     "clip_grad_norm",
     "export_gradients",
     "export_weights",
+    "get_state_dict",
     "get_train_configs",
     "load",
     "lr_step",

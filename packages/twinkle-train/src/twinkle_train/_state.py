@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from ._errors import CallOrderError, InputError, NonFiniteError, UnknownAdapterError
+from ._lora import LoraConfig
 from ._loss import Loss
 from ._metrics import Metric
 from ._optimizer import OptimizerConfig
@@ -33,11 +34,13 @@ class TrainState(Generic[PendingT]):
     Engine-independent: tensors and optimizers stay with the engine. `pending` is what `forward` left for `calculate_loss` and
     `backward`; nothing else writes it, so a `forward_only` between them changes nothing.
 
+    lora: how the adapter is configured; None: the base model.
     num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight.
     step: optimizer steps taken. learning_rate: the one that the next step uses.
     """
 
     adapter_name: str = ""
+    lora: LoraConfig | None = None
     loss: Loss | None = None
     optimizer: OptimizerConfig | None = None
     schedule: LRSchedule = field(default_factory=LRSchedule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from twinkle_data import Batch, InputFeature, InputProcessor, ModelOutput, Packe
 from ._checkpoints import AdapterProgress, CheckpointInfo, read_checkpoint
 from ._contract import Inputs, Row, TrainModel
 from ._errors import CallOrderError, CheckpointError, ConfigError, InputError
+from ._lora import HasToDict, LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
@@ -127,6 +128,10 @@ class TrainerBase(TrainModel):
     def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
         """Whole gradients as they are, by Hugging Face name, on rank 0."""
 
+    def _add_adapter(self, adapter_name: str, config: LoraConfig) -> None:
+        """Puts an adapter of a new name on the model."""
+        raise ConfigError(f"{type(self).__name__} has no adapters")
+
     def _backward(self, adapter_name: str, output: LossOutput) -> None:
         """Backward of a loss whose forward kept a graph."""
         output.sum.backward()
@@ -136,11 +141,11 @@ class TrainerBase(TrainModel):
         return {}
 
     def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
-        """Writes weights, optimizer states and generators of all adapters into `begin_checkpoint(target)`, then calls `publish_checkpoint`."""
+        """Writes weights, optimizer states and generators of `info.adapters` into `begin_checkpoint(target)`, then calls `publish_checkpoint`."""
         raise ConfigError(f"{type(self).__name__} does not write training checkpoints; use save(path) for the weights")
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
-        """Reads what `_write_checkpoint` wrote. The optimizers are fresh ones of the checkpoint's configuration."""
+        """Reads what `_write_checkpoint` wrote of `info.adapters`, maybe some of those. Optimizers are fresh, of the checkpoint's configuration."""
         raise ConfigError(f"{type(self).__name__} does not read training checkpoints; use load(path) for the weights")
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
@@ -286,6 +291,15 @@ class TrainerBase(TrainModel):
         schedule = LRSchedule(cast(ScheduleName, name), warmup_steps, total_steps, min_lr_ratio, decay_steps)
         self._state(adapter_name).set_schedule(schedule)
 
+    def add_adapter_to_model(self, adapter_name: str, config: LoraConfig | HasToDict | Mapping[str, Any]) -> None:
+        if not adapter_name:
+            raise ConfigError("adapter_name is empty, which is the base model's name: give the adapter another")
+        if adapter_name in self._states:
+            raise ConfigError(f"there is an adapter {adapter_name!r} already; there are {sorted(self._states)} ('' is the base model)")
+        lora = LoraConfig.of(config)
+        self._add_adapter(adapter_name, lora)
+        self._states[adapter_name] = TrainState(adapter_name=adapter_name, lora=lora)
+
     def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
         self._state(adapter_name)
         self._template = Template(template) if isinstance(template, str) else template
@@ -301,25 +315,44 @@ class TrainerBase(TrainModel):
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         return self._state(adapter_name).take_metrics()
 
-    def save_checkpoint(self, path: str | os.PathLike[str], *, user_state: Mapping[str, Any] | None = None, background: bool = False) -> None:
-        for state in self._states.values():
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        user_state: Mapping[str, Any] | None = None,
+        background: bool = False,
+        adapter_name: str | None = None,
+    ) -> None:
+        states = self._states if adapter_name is None else {adapter_name: self._state(adapter_name)}
+        for state in states.values():
             if state.gradients not in (Gradients.NONE, Gradients.USED):
                 raise CallOrderError("save_checkpoint between accumulated gradients and their step: call step() (or zero_grad()) first")
         adapters = {
-            name: AdapterProgress(optimizer=state.optimizer, schedule=state.schedule, step=state.step) for name, state in self._states.items()
+            name: AdapterProgress(optimizer=state.optimizer, schedule=state.schedule, step=state.step, lora=state.lora)
+            for name, state in states.items()
         }
-        info = CheckpointInfo(step=self._states[""].step, adapters=adapters, user_state=dict(user_state or {}), engine=self._checkpoint_entries())
+        info = CheckpointInfo(
+            step=self._state(adapter_name or "").step, adapters=adapters, user_state=dict(user_state or {}), engine=self._checkpoint_entries()
+        )
         info.to_json()  # what cannot be written is an error before anything is
         self._write_checkpoint(Path(os.path.abspath(path)), info, background=background)
 
     def wait_for_checkpoint(self) -> None:
         pass  # an engine that writes in the background overrides it
 
-    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
         folder = Path(os.path.abspath(path))
         info = read_checkpoint(folder)
+        if adapter_name is not None:
+            self._state(adapter_name)
+            if adapter_name not in info.adapters:
+                raise CheckpointError(f"{folder} has no adapter {adapter_name!r}; it has {sorted(info.adapters)} ('' is the base model)")
+            info = replace(info, adapters={adapter_name: info.adapters[adapter_name]})
         if unknown := sorted(set(info.adapters) - set(self._states)):
             raise CheckpointError(f"{folder} has adapters {unknown}, this trainer has {sorted(self._states)}: add them first")
+        for name, progress in info.adapters.items():
+            if progress.lora != self._state(name).lora:
+                raise CheckpointError(f"{folder} has the adapter {name!r} with {progress.lora}, this trainer has it with {self._state(name).lora}")
         self._check_checkpoint(folder, info)
         for name, progress in info.adapters.items():
             state = self._state(name)
@@ -340,6 +373,9 @@ class TrainerBase(TrainModel):
     def _checkpoint_entries(self) -> dict[str, Any]:
         """The engine's own entries of a checkpoint, in plain JSON."""
         return {}
+
+    def get_state_dict(self, *, adapter_name: str = "") -> dict[str, Tensor]:
+        return {name: torch.from_numpy(weight) for name, weight in self.export_weights(adapter_name=adapter_name).items()}
 
     def export_gradients(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
         self._make_means(self._state(adapter_name), "export_gradients")
@@ -425,6 +461,7 @@ def _model_output(batches: Sequence[Batch], outputs: Sequence[TokenOutputs] | No
 
 def _state_config(state: TrainState[PendingForward]) -> dict[str, Any]:
     return {
+        "lora": None if state.lora is None else asdict(state.lora),
         "loss": None if state.loss is None else repr(state.loss),
         "optimizer": None if state.optimizer is None else asdict(state.optimizer),
         "lr_scheduler": asdict(state.schedule),

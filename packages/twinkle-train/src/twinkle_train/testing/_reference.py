@@ -120,12 +120,15 @@ class ReferenceTrainer(TrainerBase):
         self._state(adapter_name)
         return {name: _to_numpy(parameter) for name, parameter in self._model.named_parameters()}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
+        self._state(adapter_name)
         self._model.save_pretrained(path)
         self._tokenizer.save_pretrained(path)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
         from transformers import AutoModelForCausalLM
+
+        self._state(adapter_name)
 
         dtype = next(self._model.parameters()).dtype
         self._model.load_state_dict(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict())
