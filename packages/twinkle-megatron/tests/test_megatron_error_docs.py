@@ -1,0 +1,69 @@
+"""docs/megatron-errors.md has every message that is raised on purpose, and none that is not."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "twinkle_megatron"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "megatron-errors.md"
+_RAISED = re.compile(r"(Layout|Platform|Rule|ModelNotFound|UnsupportedModel|Checkpoint|Config|Input|CallOrder|Import)Error")
+# What stands for a value in a message.
+_VALUE = "\0"
+
+
+def _text(node: ast.AST) -> str | None:
+    """The text of a (formatted) string, with a mark where a value goes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else _VALUE for part in node.values)
+    return None
+
+
+def _messages(*, raised_only: bool) -> Iterator[tuple[str, str]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not raised_only:
+                text = _text(node)
+            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _RAISED.fullmatch(ast.unparse(node.exc.func)) and node.exc.args:
+                text = _text(node.exc.args[0])
+            else:
+                continue
+            if text is not None:
+                yield f"{file.name}:{getattr(node, 'lineno', 0)}", text
+
+
+def _documented() -> list[str]:
+    """The first cells of the tables, as they are written."""
+    return [cell for line in DOCUMENT.read_text().splitlines() if (cell := _first_cell(line))]
+
+
+def _first_cell(line: str) -> str:
+    found = re.match(r"\| `(.*?)` \|", line)
+    return found.group(1) if found and not found.group(1).endswith("Error") else ""
+
+
+def _is(message: str, text: str) -> bool:
+    return re.fullmatch(".*".join(re.escape(part) for part in message.split("...")), text, re.DOTALL) is not None
+
+
+if not DOCUMENT.is_file():
+    pytest.skip("the package is tested alone, without the repository's docs", allow_module_level=True)
+
+
+@pytest.mark.parametrize("message", _documented())
+def test_a_documented_message_is_in_the_sources(message: str) -> None:
+    assert any(_is(message, text) for _, text in _messages(raised_only=False)), f"no message of the package reads {message!r}"
+
+
+def test_every_message_that_is_raised_is_documented() -> None:
+    documented = _documented()
+    assert len(documented) > 60
+    # The most general of them, which fits too much.
+    documented.remove(".../...: ...")
+    missing = [(place, text) for place, text in _messages(raised_only=True) if text != f"{_VALUE}/{_VALUE}: {_VALUE}" and text.strip(f"{_VALUE}: ")]
+    missing = [(place, text.replace(_VALUE, "...")) for place, text in missing if not any(_is(message, text) for message in documented)]
+    assert not missing, "\n".join(f"{place}: {text}" for place, text in missing)
