@@ -229,9 +229,9 @@ class TransformersTrainer(TrainerBase):
     def wait_for_checkpoint(self) -> None:
         self._checkpoints.wait()
 
-    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
         self._checkpoints.wait()
-        return super().resume_from_checkpoint(path)
+        return super().resume_from_checkpoint(path, adapter_name=adapter_name)
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         entries = self._checkpoint_entries()
@@ -261,10 +261,12 @@ class TransformersTrainer(TrainerBase):
             raise ConfigError(f"padding_free rows would be wrong: {self._packing_fault}. Set padding_free=False")
         super().set_processor(processor, adapter_name=adapter_name)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
+        self._state(adapter_name)
         save_checkpoint(self.iter_weights(), self._path, Path(path), self._dtype)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
+        self._state(adapter_name)
         folder = find_checkpoint(path)
         check_same_model(folder, self._model.config)
         trust = bool(self._settings["trust_remote_code"])
