@@ -41,7 +41,7 @@ def _steps(trainer: Any, rows: list[Any], name: str, number: int = 1) -> list[tu
     return done
 
 
-def _same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+def _same(mine: dict[Any, Any], theirs: dict[Any, Any]) -> bool:
     return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 

@@ -68,7 +68,7 @@ class Optimizer:
         # In float32 parameter.grad is main_grad itself, which the next backward must find detached.
         self._optimizer.zero_grad()
 
-    def states(self, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, int]]:
+    def states(self, parameter: Any) -> Iterator[tuple[str, torch.Tensor, int]]:
         """The float32 tensors that the optimizer keeps for a parameter on this rank: name, flattened stretch, and where the stretch begins in it.
 
         Names: 'exp_avg' and 'exp_avg_sq' of Adam, 'momentum_buffer' of SGD, and 'fp32_param', the main copy of a parameter in another format. None
