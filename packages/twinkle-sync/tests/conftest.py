@@ -1,4 +1,4 @@
-"""Real processes for the gloo tests: forked from a server that has imported torch once."""
+"""Real processes for the tests of transports: forked from a server that has imported torch once."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SCENARIOS = Path(__file__).parent / "gloo_scenarios.py"
+SCENARIOS = Path(__file__).parent / "transport_scenarios.py"
 
 
 @dataclass

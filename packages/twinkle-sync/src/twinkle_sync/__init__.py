@@ -2,7 +2,8 @@
 
 from ._buckets import Bucket, Piece, Unpacker, pack
 from ._deadline import Deadline
-from ._errors import ChannelMisuse, PeerFailed, SyncError, TensorNotSupported, TransferCorrupted, TransferTimeout, WeightsUnavailable
+from ._errors import ChannelMisuse, PeerFailed, ShapesDiffer, SyncError, TensorNotSupported, TransferCorrupted, TransferTimeout, WeightsUnavailable
+from ._files import FolderTransport
 from ._folder import CheckpointFolder
 from ._gloo import GlooTransport
 from ._ledger import Ledger, TransferReceipt
@@ -25,12 +26,14 @@ __all__ = [
     "CheckpointFolder",
     "Deadline",
     "End",
+    "FolderTransport",
     "GlooTransport",
     "Ledger",
     "MemoryTransport",
     "Message",
     "PeerFailed",
     "Piece",
+    "ShapesDiffer",
     "SyncError",
     "SyncReport",
     "TensorNotSupported",

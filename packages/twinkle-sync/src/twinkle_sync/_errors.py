@@ -4,6 +4,7 @@
 SyncError
 +-- ChannelMisuse (RuntimeError)      a transport or a manager used in a way that cannot work
 +-- PeerFailed (ConnectionError)      the other side raised, died or closed the connection
++-- ShapesDiffer (ValueError)         names, shapes or dtypes that the receiver cannot take; nothing was sent
 +-- TensorNotSupported (TypeError)    the source yielded something that cannot be sent
 +-- TransferCorrupted (ValueError)    a message was lost, reordered or altered; versions or digests differ
 +-- TransferTimeout (TimeoutError)    a wait reached its deadline
@@ -24,6 +25,10 @@ class ChannelMisuse(SyncError, RuntimeError):
 
 class PeerFailed(SyncError, ConnectionError):
     """The other side of a transfer raised, died or closed the connection."""
+
+
+class ShapesDiffer(SyncError, ValueError):
+    """The sender's tensors are not those of the receiver (names, shapes or, where asked, dtypes). Nothing was sent, and the old weights stay."""
 
 
 class TensorNotSupported(SyncError, TypeError):

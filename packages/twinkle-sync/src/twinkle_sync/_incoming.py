@@ -8,6 +8,7 @@ from ._buckets import Bucket, Unpacker
 from ._errors import PeerFailed, TransferCorrupted
 from ._ledger import Ledger, TransferReceipt
 from ._messages import Abort, Begin, End, Message
+from ._spec import TensorSpec
 
 
 class Incoming:
@@ -25,8 +26,11 @@ class Incoming:
         self._over = False
         self.receipt: TransferReceipt | None = None
 
-    def begin(self) -> None:
-        """Wait for the first message. Until it has come nothing is lost: the receiver's weights are still the old ones."""
+    def begin(self) -> tuple[TensorSpec, ...] | None:
+        """Wait for the first message; the tensors that will follow, where the sender tells.
+
+        Until it has come, and until the first tensor is asked for, nothing is lost: the receiver's weights are still the old ones.
+        """
         message = self._next()
         if isinstance(message, Abort):
             raise PeerFailed(f"the sender failed before it sent anything: {message.reason}")
@@ -34,6 +38,7 @@ class Incoming:
             raise TransferCorrupted(f"the first message is {type(message).__name__}, not Begin: an earlier transfer was not read to its end")
         if message.version != self._version:
             raise TransferCorrupted(f"the sender sends version {message.version}, this receiver was told to expect {self._version}")
+        return message.specs
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while self.receipt is None:
@@ -44,7 +49,7 @@ class Incoming:
                     self._check(sent)
                 case Abort(reason):
                     raise PeerFailed(f"the sender failed in the middle of version {self._version}: {reason}")
-                case Begin(version):
+                case Begin(version, _):
                     raise TransferCorrupted(f"version {version} began in the middle of version {self._version}")
 
     def drain(self) -> None:

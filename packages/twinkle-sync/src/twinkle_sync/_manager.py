@@ -1,14 +1,15 @@
 """The driver's side: one object that keeps a sampler's weights equal to a trainer's."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from twinkle_remote import LazyResult, gather
 
 from ._errors import ChannelMisuse, PeerFailed, TransferCorrupted
 from ._ledger import TransferReceipt
-from ._plan import TransferPlan, WorkerInfo
+from ._plan import SyncMode, TransferPlan, WorkerInfo
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
 
@@ -18,13 +19,17 @@ _SETTLE_S = 5.0  # after a failure, how long the other side gets to end too
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One successful synchronisation: its version, what was sent, and the seconds that it took on the driver's clock."""
+    """One successful synchronisation: its version, what was sent, and the seconds that it took on the driver's clock.
+
+    mode: what was sent; 'full' also where a delta was asked for and there was nothing to build on. size_bytes: of tensors on their way.
+    """
 
     version: int
     num_tensors: int
     size_bytes: int
     seconds: float
     digest: str
+    mode: SyncMode = "full"
 
 
 class CheckpointEngineManager:
@@ -32,11 +37,14 @@ class CheckpointEngineManager:
 
     Args:
         model: the trainer's handle, or the trainer itself in local mode.
-        sampler: the sampler's handle, or the sampler itself.
+        sampler: the sampler's handle, or the sampler itself, or a list of them: all get the same at the same time.
         bucket_size_bytes: how much is in flight at a time; also about what a receiver needs beside its weights.
         timeout_s: for one synchronisation. Nothing waits longer.
         verify: compute and compare checksums of all bytes (about 0.3 s for each GiB). Names, order, counts and versions are always compared.
-        transport: `memory`, `gloo`, or another name that `make_transport` knows. By default `memory` when both live in one process, else `gloo`.
+        transport: `memory`, `gloo`, `folder`, or another name that `make_transport` knows. By default `memory` when both live in one process,
+            else `gloo`.
+        dtype: what floating point tensors are sent as ('bfloat16', say); 'same' refuses (ShapesDiffer) tensors whose dtype the sampler would have to
+            convert. By default they are sent as they are, and the sampler converts them to its own.
         first_version: of the first synchronisation. A run that is resumed counts on from where it was: the saved `version` + 1.
 
     The connection is made by the first `sync_weights` and used again by the later ones; after a failure the next one makes a new one.
@@ -46,16 +54,20 @@ class CheckpointEngineManager:
         self,
         *,
         model: WeightSender,
-        sampler: WeightReceiver,
+        sampler: WeightReceiver | Sequence[WeightReceiver],
         bucket_size_bytes: int = 64 << 20,
         timeout_s: float = 300.0,
         verify: bool = True,
         transport: str | None = None,
+        dtype: str | None = None,
         first_version: int = 1,
     ) -> None:
+        samplers = list(sampler) if isinstance(sampler, (list, tuple)) else [sampler]
+        if not samplers:
+            raise ChannelMisuse("sampler=[] is nobody to send weights to")
         for argument, value, methods in (
             ("model", model, ("send_weights", "open_weight_channel")),
-            ("sampler", sampler, ("receive_weights", "weight_receiver_info")),
+            *(("sampler", one, ("receive_weights", "weight_receiver_info")) for one in samplers),
         ):
             if not all(hasattr(value, method) for method in methods):
                 mixin = "WeightSender" if argument == "model" else "WeightReceiver"
@@ -64,7 +76,8 @@ class CheckpointEngineManager:
             raise ChannelMisuse(f"timeout_s is {timeout_s}; it must be positive")
         if first_version < 1:
             raise ChannelMisuse(f"first_version is {first_version}; versions begin at 1 (0 is what a sampler has before the first)")
-        self._model, self._sampler = model, sampler
+        self._model, self._samplers = model, cast("list[WeightReceiver]", samplers)
+        self._dtype = dtype
         self._bucket_size_bytes, self._timeout_s, self._verify = bucket_size_bytes, timeout_s, verify
         self._transport = transport
         self._channel: _Channel | None = None
@@ -82,45 +95,64 @@ class CheckpointEngineManager:
         """True before the first synchronisation and after one that failed: the sampler then has other weights than the trainer had, or none."""
         return self._is_stale
 
-    def sync_weights(self) -> SyncReport:
+    def sync_weights(self, mode: SyncMode = "full", *, adapter_name: str = "") -> SyncReport:
         """Make the sampler's weights equal to the trainer's, and verify it.
 
+        Args:
+            mode: 'full' sends all weights. 'delta' sends what has changed since the last 'delta', exactly; both sides keep a copy of the weights
+                on the CPU for
+                that, and the first one, one after a failure and tensors that have changed in most places are sent whole. 'lora' sends the adapter
+                `adapter_name` and leaves all other weights.
+
         Raises within `timeout_s` (plus some seconds of grace) what went wrong on either side first: TransferTimeout, PeerFailed,
-        TransferCorrupted, the source's or the loader's own exception, or the runtime's error for a dead worker. A sampler whose
+        TransferCorrupted, ShapesDiffer, the source's or the loader's own exception, or the runtime's error for a dead worker. A sampler whose
         weights are half-loaded then refuses to sample until a later call succeeds.
         """
+        if mode not in ("full", "delta", "lora") or (mode == "lora") != bool(adapter_name):
+            raise ChannelMisuse(
+                f"sync_weights(mode={mode!r}, adapter_name={adapter_name!r}): modes are 'full', 'delta', and 'lora' with an adapter's name"
+            )
         started = time.monotonic()
         self._attempts += 1
-        self._is_stale = True
+        self._is_stale = self._is_stale or mode != "lora"
         try:
             if self._channel is None:
                 self._channel = self._open_channel()
-            receipt = self._transfer(self._channel)
+            plan = self._plan(self._channel, mode, adapter_name)
+            receipt = self._transfer(self._channel, plan)
         except BaseException:
             self._channel = None
             raise
-        self._version, self._is_stale = receipt.version, False
-        return SyncReport(receipt.version, receipt.num_tensors, receipt.size_bytes, time.monotonic() - started, receipt.digest)
+        self._version, self._is_stale = receipt.version, self._is_stale and mode == "lora"
+        sent: SyncMode = "full" if mode == "delta" and not plan.base_version else mode
+        return SyncReport(receipt.version, receipt.num_tensors, receipt.size_bytes, time.monotonic() - started, receipt.digest, sent)
 
     def _open_channel(self) -> "_Channel":
         senders = _as_list(self._model.weight_sender_info())
-        receivers = _as_list(self._sampler.weight_receiver_info())
+        by_sampler = [_as_list(sampler.weight_receiver_info()) for sampler in self._samplers]
+        receivers = [worker for workers in by_sampler for worker in workers]
         processes = {worker.process for worker in senders + receivers}
-        ranks = sorted(worker.rank for worker in receivers)
         if len(processes) == 1 and len(receivers) == 1:
             if receivers[0].rank != 0:
                 raise ChannelMisuse("under torchrun trainer and sampler share their processes, where only a world size of 1 can synchronise; use Ray")
             transport = self._transport or "memory"
         else:
             transport = self._transport or "gloo"
-        if ranks != list(range(len(ranks))):
-            raise ChannelMisuse(f"the sampler's workers have the ranks {ranks}, which are not 0 to {len(ranks) - 1}")
+        for workers in by_sampler:
+            ranks = sorted(worker.rank for worker in workers)
+            if ranks != list(range(len(ranks))):
+                raise ChannelMisuse(f"the sampler's workers have the ranks {ranks}, which are not 0 to {len(ranks) - 1}")
         address = self._model.open_weight_channel(transport, self._timeout_s)
         here = WorkerInfo.here().process
-        return _Channel(transport, address, len(receivers), {worker.process for worker in senders} == {here}, transport == "memory")
+        sizes = tuple(map(len, by_sampler))
+        return _Channel(transport, address, sizes, {worker.process for worker in senders} == {here}, transport == "memory")
 
-    def _transfer(self, channel: "_Channel") -> TransferReceipt:
-        plan = TransferPlan(
+    def _plan(self, channel: "_Channel", mode: SyncMode, adapter_name: str) -> TransferPlan:
+        base = 0
+        if mode == "delta":
+            versions = {self._model.kept_version_sent()}.union(*(_as_list(sampler.kept_version_received()) for sampler in self._samplers))
+            base = versions.pop() if len(versions) == 1 else 0
+        return TransferPlan(
             transport=channel.transport,
             address=channel.address,
             world_size=1 + channel.num_receivers,
@@ -128,38 +160,51 @@ class CheckpointEngineManager:
             bucket_size_bytes=self._bucket_size_bytes,
             timeout_s=self._timeout_s,
             verify=self._verify,
+            dtype=self._dtype,
+            keep=mode == "delta",
+            base_version=base,
+            adapter_name=adapter_name,
+            adapter_config=self._model.sent_adapter_config(adapter_name) if adapter_name else "",
         )
 
+    def _transfer(self, channel: "_Channel", plan: TransferPlan) -> TransferReceipt:
         # Both calls are started before either is waited for: each blocks in its worker until the other one runs. What runs in the driver's
         # own process is started last, since it returns only when it is done; in one process the sender leaves its messages and the receiver
         # then runs them.
         def send() -> LazyResult[Any]:
             return self._model.send_weights(plan)
 
-        def receive() -> LazyResult[Any]:
-            return self._sampler.receive_weights(plan)
+        def receive() -> list[LazyResult[Any]]:
+            firsts = (1 + sum(channel.sizes[:index]) for index in range(len(self._samplers)))
+            pairs = zip(self._samplers, firsts, strict=True)
+            return [sampler.receive_weights(replace(plan, first_receiver=first)) for sampler, first in pairs]
 
         if channel.in_memory or not channel.sender_is_here:
             sent, received = send(), receive()
         else:
             received, sent = receive(), send()
         try:
-            gather(received, sent, timeout_s=self._timeout_s + _GRACE_S)
+            gather(*received, sent, timeout_s=self._timeout_s + _GRACE_S)
         except Exception as error:
-            cause = _root_cause(error, received, sent)
+            cause = _root_cause(error, *received, sent)
             if cause is error:
                 raise
             raise cause from error
-        return _agreed(_as_list(received.get()), plan.version, channel.num_receivers)
+        return _agreed([receipt for one in received for receipt in _as_list(one.get())], plan.version, channel.num_receivers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Channel:
     transport: str
     address: str
-    num_receivers: int
+    sizes: tuple[int, ...]
     sender_is_here: bool
     in_memory: bool
+
+    @property
+    def num_receivers(self) -> int:
+        """Ranks of all samplers."""
+        return sum(self.sizes)
 
 
 def _as_list(collected: Any) -> list[Any]:

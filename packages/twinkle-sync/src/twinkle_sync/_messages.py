@@ -1,7 +1,7 @@
 """What travels: one Begin, buckets, and an End or an Abort."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from ._spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A transfer of version `version` starts."""
+    """A transfer of version `version` starts; `specs` are all tensors that follow, where the sender tells."""
 
     version: int
+    specs: tuple[TensorSpec, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,18 @@ _KINDS: tuple[type[Any], ...] = (Begin, Bucket, End, Abort)
 _NO_PAYLOAD = torch.empty(0, dtype=torch.uint8)
 
 
-def outgoing(tensors: Iterable[tuple[str, torch.Tensor]], *, version: int, bucket_size_bytes: int, verify: bool) -> Iterator[Message]:
-    """The messages of one transfer. An exception of the source is told to the receivers (Abort), then raised here."""
+def outgoing(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    version: int,
+    bucket_size_bytes: int,
+    verify: bool,
+    specs: Callable[[], tuple[TensorSpec, ...] | None] = lambda: None,
+) -> Iterator[Message]:
+    """The messages of one transfer. An exception of the source is told to the receivers (Abort), then raised here. specs: of all tensors."""
     ledger = Ledger()
-    yield Begin(version)
     try:
+        yield Begin(version, specs())
         yield from pack(tensors, bucket_size_bytes, ledger, verify=verify)
     except Exception as error:
         yield Abort(f"{type(error).__name__}: {error}")
@@ -55,8 +63,8 @@ def outgoing(tensors: Iterable[tuple[str, torch.Tensor]], *, version: int, bucke
 def encode(message: Message) -> tuple[int, bytes, torch.Tensor]:
     """(kind, JSON, payload). JSON and not pickle: bytes from a socket must never be able to run code."""
     match message:
-        case Begin(version):
-            body: Any = version
+        case Begin(version, specs):
+            body: Any = [version, None if specs is None else [[spec.name, spec.dtype, spec.shape] for spec in specs]]
         case Bucket(pieces, _):
             body = [[p.spec.name, p.spec.dtype, p.spec.shape, p.tensor_offset, p.bucket_offset, p.size_bytes, p.checksum] for p in pieces]
         case End(receipt):
@@ -73,7 +81,8 @@ def decode(kind: int, text: bytes, payload: torch.Tensor) -> Message:
         body = json.loads(text)
         match kind:
             case 0:
-                return Begin(int(body))
+                version, specs = body
+                return Begin(int(version), None if specs is None else tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs))
             case 1:
                 return Bucket(tuple(Piece(TensorSpec(name, dtype, tuple(shape)), *rest) for name, dtype, shape, *rest in body), payload)
             case 2:

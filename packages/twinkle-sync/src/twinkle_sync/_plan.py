@@ -3,13 +3,23 @@
 import os
 import socket
 from dataclasses import dataclass
+from typing import Literal
 
 from twinkle_mesh import launcher_rank
+
+SyncMode = Literal["full", "delta", "lora"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """Everything that the two sides of one transfer must agree on."""
+    """Everything that the two sides of one transfer must agree on.
+
+    first_receiver: number of a component's rank 0 among all receivers, from 1 on (the sender is 0). dtype: what floating point tensors are sent
+        as; 'same':
+    the receiver refuses others than its own; None: as they are. keep: both sides keep what was sent, so that a later transfer may be a delta
+    to it. base_version: what a delta is relative to; 0: everything is sent. adapter_name, adapter_config: of an adapter (peft's JSON) that is
+    sent in place of the weights.
+    """
 
     transport: str
     address: str
@@ -18,6 +28,12 @@ class TransferPlan:
     bucket_size_bytes: int
     timeout_s: float
     verify: bool
+    first_receiver: int = 1
+    dtype: str | None = None
+    keep: bool = False
+    base_version: int = 0
+    adapter_name: str = ""
+    adapter_config: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,21 @@
 """The mixin that makes a sampler (or any remote class that takes weights) a receiver of transfers."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from twinkle_remote import remote_function
 
 from ._deadline import Deadline
-from ._errors import TransferCorrupted, WeightsUnavailable
+from ._delta import Kept
+from ._errors import ShapesDiffer, TransferCorrupted, WeightsUnavailable
 from ._incoming import Incoming
 from ._ledger import TransferReceipt
 from ._plan import TransferPlan, WorkerInfo
+from ._spec import TensorSpec
 from ._transport import Transport, make_transport
 
 
@@ -27,11 +31,26 @@ class WeightReceiver:
     _receive_transport: Transport | None = None
     _receive_address: str = ""
     _weights_fault: str | None = None
+    _received_kept: Kept | None = None
     loaded_version: int = 0
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `WeightSink.load_weights`."""
         raise NotImplementedError(f"{type(self).__name__} is a WeightReceiver: it must define load_weights(tensors, version)")
+
+    def load_adapter_weights(self, adapter_name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Put an adapter (peft's names and configuration) in the place of the one of that name; when that fails, the old one stays."""
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters: it does not define load_adapter_weights()")
+
+    def prepare_for_weights(self, version: int, timeout_s: float) -> None:
+        """Called before an update, while the old weights are whole: whatever has to end first. What it raises refuses the update."""
+
+    def weight_specs_expected(self) -> Iterable[TensorSpec]:
+        """The tensors that `load_weights` needs, all of them; none: whatever is sent is taken.
+
+        Where the sender announces its tensors, all are checked before anything is loaded; else each before it is.
+        """
+        return ()
 
     def require_weights(self) -> None:
         """WeightsUnavailable while the weights are half-loaded."""
@@ -45,42 +64,97 @@ class WeightReceiver:
         return self.loaded_version
 
     @remote_function(dispatch="all", collect="none", lazy_collect=False)
+    def kept_version_received(self) -> int:
+        """The version that a delta could be relative to; 0 for none."""
+        return 0 if self._received_kept is None or self._weights_fault is not None else self._received_kept.version
+
+    @remote_function(dispatch="all", collect="none", lazy_collect=False)
     def weight_receiver_info(self) -> WorkerInfo:
         """Where this rank lives."""
         return WorkerInfo.here()
 
     @remote_function(dispatch="all", collect="none")
     def receive_weights(self, plan: TransferPlan) -> TransferReceipt:
-        """Receive, verify and load one complete set of weights; returns what arrived.
+        """Receive, verify and load one complete set of weights, or an adapter; returns what arrived.
 
-        Raises TransferTimeout, PeerFailed, TransferCorrupted, or what `load_weights` raises.
+        Raises ShapesDiffer, TransferTimeout, PeerFailed, TransferCorrupted, or what `load_weights` raises.
         """
         deadline = Deadline(plan.timeout_s)
         try:
             transport = self._receive_channel(plan, deadline)
             incoming = Incoming(transport.receive(deadline), plan.version, verify=plan.verify)
-            incoming.begin()
+            specs = incoming.begin()
+            if plan.adapter_name:
+                # Complete and verified before the old adapter is touched.
+                adapter = {name: tensor.clone() for name, tensor in incoming}
+                self.load_adapter_weights(plan.adapter_name, json.loads(plan.adapter_config), adapter, plan.version)
+                return self._receipt_of(incoming)
+            expected = {spec.name: spec for spec in self.weight_specs_expected()}
+            if specs is not None:
+                self._check_all(specs, expected, plan)
+            self.prepare_for_weights(plan.version, deadline.remaining_s("the sampler to be ready for new weights"))
             self._weights_fault = f"loading weights version {plan.version} did not finish"
             try:
-                self.load_weights(incoming, plan.version)
+                self.load_weights(self._checked(self._whole(incoming, plan), expected, plan), plan.version)
             except BaseException as error:
+                self._received_kept = None
                 self._weights_fault = f"loading weights version {plan.version} failed ({type(error).__name__}: {error})"
                 with suppress(Exception):  # in memory the source's own error would hide the loader's
                     incoming.drain()
                 raise
-            if incoming.receipt is None:
-                raise TransferCorrupted(f"{type(self).__name__}.load_weights returned before it had read all tensors")
+            receipt = self._receipt_of(incoming)
         except BaseException:
             self._drop_receive_channel()
             raise
         self.loaded_version, self._weights_fault = plan.version, None
+        return receipt
+
+    def _whole(self, incoming: Incoming, plan: TransferPlan) -> Iterable[tuple[str, torch.Tensor]]:
+        """Whole tensors, whether all or only their changes arrive."""
+        if not plan.keep:
+            self._received_kept = None
+            return incoming
+        kept = self._received_kept = self._received_kept or Kept()
+        if not plan.base_version:
+            return kept.recording(incoming, plan.version)
+        if kept.version != plan.base_version:
+            raise TransferCorrupted(f"a delta to version {plan.base_version} came, but this receiver holds version {kept.version}")
+        return kept.applied(incoming, plan.version)
+
+    def _receipt_of(self, incoming: Incoming) -> TransferReceipt:
+        if incoming.receipt is None:
+            raise TransferCorrupted(f"{type(self).__name__}.load_weights returned before it had read all tensors")
         return incoming.receipt
+
+    def _check_all(self, specs: Iterable[TensorSpec], expected: Mapping[str, TensorSpec], plan: TransferPlan) -> None:
+        sent = {spec.name: spec for spec in specs}
+        for name in expected:
+            if name not in sent:
+                raise ShapesDiffer(f"the sender has no {name}, which this {type(self).__name__} needs; it has {len(sent)} tensors")
+        for spec in sent.values():
+            self._check(spec, expected, plan)
+
+    def _checked(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, TensorSpec], plan: TransferPlan
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._check(TensorSpec.of(name, tensor), expected, plan)
+            yield name, tensor
+
+    def _check(self, spec: TensorSpec, expected: Mapping[str, TensorSpec], plan: TransferPlan) -> None:
+        wanted = expected.get(spec.name)
+        if wanted is None:
+            return
+        if spec.shape != wanted.shape:
+            raise ShapesDiffer(f"{spec.name}: the sender's has shape {spec.shape}, this {type(self).__name__} needs {wanted.shape}")
+        if plan.dtype == "same" and spec.dtype != wanted.dtype:
+            raise ShapesDiffer(f"{spec.name} is {spec.dtype} at the sender and {wanted.dtype} here, and no conversion was asked for")
 
     def _receive_channel(self, plan: TransferPlan, deadline: Deadline) -> Transport:
         if self._receive_transport is None or self._receive_address != plan.address:
             self._drop_receive_channel()
             transport = make_transport(plan.transport)
-            transport.connect(plan.address, 1 + WorkerInfo.here().rank, plan.world_size, deadline)
+            transport.connect(plan.address, plan.first_receiver + WorkerInfo.here().rank, plan.world_size, deadline)
             self._receive_transport, self._receive_address = transport, plan.address
         return self._receive_transport
 

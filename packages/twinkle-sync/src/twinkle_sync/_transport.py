@@ -10,7 +10,11 @@ from ._errors import ChannelMisuse
 from ._messages import Message
 
 _ENTRY_POINTS = "twinkle.transports"
-_BUILT_IN = {"gloo": "twinkle_sync._gloo:GlooTransport", "memory": "twinkle_sync._memory:MemoryTransport"}
+_BUILT_IN = {
+    "folder": "twinkle_sync._files:FolderTransport",
+    "gloo": "twinkle_sync._gloo:GlooTransport",
+    "memory": "twinkle_sync._memory:MemoryTransport",
+}
 
 
 class Transport(Protocol):
@@ -44,7 +48,7 @@ class Transport(Protocol):
 def make_transport(name: str) -> Transport:
     """A new transport.
 
-    `name` is `memory`, `gloo`, one that another package registers under the entry point group `twinkle.transports`, or
+    `name` is `memory`, `gloo`, `folder`, one that another package registers under the entry point group `twinkle.transports`, or
     `package.module:Class`. ChannelMisuse when there is none of that name.
     """
     path = _BUILT_IN.get(name, name)

@@ -1,4 +1,4 @@
-"""What the ranks of the gloo tests do: rank 0 sends, the others receive. Run by the `run_ranks` fixture, one process a rank."""
+"""What the ranks of the transport tests do: rank 0 sends, the others receive. Run by the `run_ranks` fixture, one process a rank."""
 
 import os
 import pickle
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from twinkle_sync import Bucket, Deadline, GlooTransport, Message, TransferPlan, WeightReceiver, WeightSender
+from twinkle_sync import Bucket, Deadline, Message, TransferPlan, WeightReceiver, WeightSender
+
+TRANSPORT = "gloo"
 
 
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
@@ -51,11 +53,12 @@ class Sink(WeightReceiver):
         self.weights = loaded
 
 
-class LossyTransport(GlooTransport):
-    """Forgets to send one bucket, or stops sending altogether."""
+class Lossy:
+    """Forgets to send one bucket, or stops sending altogether; mixed into a transport."""
 
     drop = -1
     stop_at = -1
+    _sequence: int
 
     def send_message(self, message: Message, deadline: Deadline) -> None:
         if self._sequence == self.drop and isinstance(message, Bucket):
@@ -63,7 +66,8 @@ class LossyTransport(GlooTransport):
             return
         if self.stop_at >= 0 and self._sequence >= self.stop_at:
             return
-        super().send_message(message, deadline)
+        parent: Any = super()
+        parent.send_message(message, deadline)
 
 
 class Rank:
@@ -72,7 +76,7 @@ class Rank:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.source, self.sink = Source(), Sink()
         if rank == 0:
-            opened = self.source.open_weight_channel("gloo", timeout_s)
+            opened = self.source.open_weight_channel(TRANSPORT, timeout_s)
             for _ in range(world_size - 1):
                 address.put(opened)
             self.address = opened
@@ -81,7 +85,7 @@ class Rank:
 
     def plan(self, version: int, bucket_size_bytes: int = 512) -> TransferPlan:
         return TransferPlan(
-            transport="gloo",
+            transport=TRANSPORT,
             address=self.address,
             world_size=self.world_size,
             version=version,
@@ -91,9 +95,8 @@ class Rank:
         )
 
     def lose(self) -> None:
-        transport = self.source._send_transport
-        assert isinstance(transport, GlooTransport)
-        transport.__class__ = LossyTransport
+        transport: Any = self.source._send_transport
+        transport.__class__ = type("LossyTransport", (Lossy, type(transport)), {})
 
     def transfer(self, version: int) -> Any:
         if self.rank == 0:
@@ -117,7 +120,7 @@ def three_syncs(rank: int, world_size: int, address: Any) -> Any:
         receipt = me.transfer(version)
         results.append((receipt, rank == 0 or _equal(me.sink, version)))
         transport: Any = me.source._send_transport if rank == 0 else me.sink._receive_transport
-        groups.add(id(transport._group))
+        groups.add(id(getattr(transport, "_group", transport)))
     return results, len(groups), dist.is_initialized()
 
 
@@ -148,7 +151,7 @@ def source_raises_then_recovers(rank: int, world_size: int, address: Any) -> Any
         first = "no error"
     me.source.fail_after = -1
     if rank == 0:
-        me.address = me.source.open_weight_channel("gloo", me.timeout_s)
+        me.address = me.source.open_weight_channel(TRANSPORT, me.timeout_s)
         for _ in range(world_size - 1):
             address.put(me.address)
     else:
@@ -161,7 +164,7 @@ def source_raises_then_recovers(rank: int, world_size: int, address: Any) -> Any
 def lost_bucket(rank: int, world_size: int, address: Any) -> Any:
     me = Rank(rank, world_size, address, timeout_s=5.0)
     if rank == 0:
-        LossyTransport.drop = 2
+        Lossy.drop = 2
         me.lose()
     return me.transfer(1)
 
@@ -169,7 +172,7 @@ def lost_bucket(rank: int, world_size: int, address: Any) -> Any:
 def lost_end(rank: int, world_size: int, address: Any) -> Any:
     me = Rank(rank, world_size, address, timeout_s=3.0)
     if rank == 0:
-        LossyTransport.stop_at = 4
+        Lossy.stop_at = 4
         me.lose()
         me.transfer(1)
         time.sleep(5.0)
@@ -214,6 +217,7 @@ def sender_is_slow(rank: int, world_size: int, address: Any) -> Any:
 if __name__ == "gloo_rank":
     torch.set_num_threads(1)
     name, _rank, _world_size, _address, _pipe, _arguments = globals()["CALL"]
+    TRANSPORT = _arguments.pop("transport", TRANSPORT)
     _started = time.monotonic()
     try:
         _outcome: dict[str, Any] = {"value": globals()[name](_rank, _world_size, _address, **_arguments)}

@@ -1,12 +1,16 @@
-"""The gloo transport between real processes: one sender, two receivers."""
+"""What every transport between processes must do: one sender, two receivers, real processes."""
 
 import pytest
 
 from twinkle_sync import PeerFailed, SyncError, TransferCorrupted, TransferTimeout
 
+both = pytest.mark.parametrize("transport", ["gloo", "folder"])
+folder_in_full = pytest.mark.parametrize("transport", ["gloo", pytest.param("folder", marks=pytest.mark.full)])
 
-def test_all_receivers_get_every_version_over_one_group(run_ranks):
-    sender, *receivers = run_ranks("three_syncs")
+
+@both
+def test_all_receivers_get_every_version_over_one_connection(run_ranks, transport):
+    sender, *receivers = run_ranks("three_syncs", transport=transport)
     assert sender.error is None
     for receiver in receivers:
         results, groups, has_default_group = receiver.value
@@ -23,8 +27,9 @@ def test_the_default_process_group_is_left_alone(run_ranks, tmp_path):
     assert [outcome.value for outcome in outcomes] == [(9.0, True)] * 3
 
 
-def test_a_source_that_raises_tells_the_receivers_and_the_next_sync_works(run_ranks):
-    sender, *receivers = run_ranks("source_raises_then_recovers")
+@both
+def test_a_source_that_raises_tells_the_receivers_and_the_next_sync_works(run_ranks, transport):
+    sender, *receivers = run_ranks("source_raises_then_recovers", transport=transport)
     assert sender.value == ("RuntimeError: the trainer's export failed", False, True)
     for receiver in receivers:
         first, refused, equal = receiver.value
@@ -33,8 +38,9 @@ def test_a_source_that_raises_tells_the_receivers_and_the_next_sync_works(run_ra
         assert equal
 
 
-def test_a_lost_bucket_is_noticed_and_nobody_hangs(run_ranks):
-    sender, *receivers = run_ranks("lost_bucket", deadline_s=30)
+@both
+def test_a_lost_bucket_is_noticed_and_nobody_hangs(run_ranks, transport):
+    sender, *receivers = run_ranks("lost_bucket", deadline_s=30, transport=transport)
     assert all(outcome.seconds < 15 for outcome in (sender, *receivers))
     assert isinstance(sender.error, SyncError)
     errors = [receiver.error for receiver in receivers]
@@ -42,8 +48,9 @@ def test_a_lost_bucket_is_noticed_and_nobody_hangs(run_ranks):
     assert any(isinstance(error, TransferCorrupted) and "was lost" in str(error) for error in errors)
 
 
-def test_a_lost_end_is_an_error_at_the_deadline_that_names_the_message(run_ranks):
-    _, *receivers = run_ranks("lost_end", deadline_s=30)
+@folder_in_full
+def test_a_lost_end_is_an_error_at_the_deadline_that_names_the_message(run_ranks, transport):
+    _, *receivers = run_ranks("lost_end", deadline_s=30, transport=transport)
     for receiver in receivers:
         assert isinstance(receiver.error, TransferTimeout | PeerFailed)
         assert "message 4" in str(receiver.error)
@@ -51,25 +58,28 @@ def test_a_lost_end_is_an_error_at_the_deadline_that_names_the_message(run_ranks
     assert any(isinstance(receiver.error, TransferTimeout) for receiver in receivers)
 
 
-def test_a_receiver_that_dies_is_an_error_for_the_sender(run_ranks):
-    sender, survivor, dead = run_ranks("receiver_dies", deadline_s=30)
+@folder_in_full
+def test_a_receiver_that_dies_is_an_error_for_the_sender(run_ranks, transport):
+    sender, survivor, dead = run_ranks("receiver_dies", deadline_s=30, transport=transport)
     assert dead.exitcode == 3
     assert isinstance(sender.error, SyncError)
     assert isinstance(survivor.error, SyncError)
     assert max(sender.seconds, survivor.seconds) < 15
 
 
-def test_a_sender_that_dies_is_an_error_for_the_receivers(run_ranks):
-    dead, *receivers = run_ranks("sender_dies", deadline_s=30)
+@folder_in_full
+def test_a_sender_that_dies_is_an_error_for_the_receivers(run_ranks, transport):
+    dead, *receivers = run_ranks("sender_dies", deadline_s=30, transport=transport)
     assert dead.exitcode == 3
     for receiver in receivers:
         assert isinstance(receiver.error, SyncError)
         assert receiver.seconds < 15
 
 
+@folder_in_full
 @pytest.mark.parametrize("scenario", ["one_never_comes", "sender_is_slow"])
-def test_every_wait_ends_at_the_deadline(run_ranks, scenario):
-    outcomes = run_ranks(scenario, deadline_s=30)
+def test_every_wait_ends_at_the_deadline(run_ranks, scenario, transport):
+    outcomes = run_ranks(scenario, deadline_s=30, transport=transport)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert len(errors) >= 2
     assert all(isinstance(error, SyncError) for error in errors)
