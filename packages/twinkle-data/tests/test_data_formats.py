@@ -6,7 +6,18 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from twinkle_data import FormatError, InputFeature, Message, ModelOutput, SampledSequence, SampleResponse, SamplingParams, Trajectory
+from twinkle_data import (
+    FormatError,
+    InputFeature,
+    Message,
+    ModelOutput,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    Trajectory,
+    append_context,
+    append_sample,
+)
 
 
 def test_arrays_get_their_documented_dtypes():
@@ -99,6 +110,13 @@ def test_a_trajectory_names_the_message_it_refuses(messages, message):
         ("temperature", "1"),
         ("top_k", 2.0),
         ("seed", 0.5),
+        ("logprobs", 2),
+        ("top_logprobs", -1),
+        ("min_tokens", -1),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: float("inf")}),
+        ("structured_output", {"json": {}, "regex": "a"}),
+        ("structured_output", {"xml": ""}),
     ],
 )
 def test_sampling_params_refuse_what_is_out_of_range(field, value):
@@ -117,8 +135,43 @@ def test_a_sampled_sequence_has_as_many_logprobs_as_tokens_or_none():
     assert response.sequences[0].new_input_feature is feature
     with pytest.raises(FormatError, match="1 tokens but 2 logprobs"):
         SampledSequence(logprobs=[-1, -1], **fields)
-    with pytest.raises(FormatError, match="must be 'stop' or 'length'"):
+    with pytest.raises(FormatError, match="must be 'stop', 'length' or 'abort'"):
         SampledSequence(logprobs=[], **{**fields, "stop_reason": "eos"})
+
+
+def test_a_response_is_sequences_or_an_error():
+    fine = SampleResponse(sequences=[], prompt_token_ids=[1])
+    assert fine.raise_for_error() is fine
+    failed = SampleResponse(sequences=[], prompt_token_ids=[1], error=LookupError("no such adapter"))
+    with pytest.raises(LookupError, match="no such adapter"):
+        failed.raise_for_error()
+    sequence = SampledSequence(tokens=[2], logprobs=[], stop_reason="abort", decoded="", new_input_feature=InputFeature(input_ids=[1, 2]))
+    with pytest.raises(FormatError, match="1 sequences and an error"):
+        SampleResponse(sequences=[sequence], prompt_token_ids=[1], error=LookupError("no"))
+    with pytest.raises(FormatError, match="1 tokens but 2 weight_versions"):
+        replace(sequence, weight_versions=[1, 2])
+
+
+def test_options_that_change_the_distribution_are_named():
+    assert SamplingParams(top_p=0.5, min_tokens=1, max_tokens=4).changes_distribution == ["top_p", "min_tokens"]
+    assert SamplingParams(temperature=0, top_k=3, logit_bias={4: 1}).changes_distribution == ["logit_bias"]
+    assert SamplingParams(temperature=0.5).changes_distribution == []
+
+
+def test_every_token_keeps_the_version_of_its_weights():
+    def versions(feature):
+        assert feature.weight_versions is not None
+        return feature.weight_versions.tolist()
+
+    first = append_sample(InputFeature(input_ids=[1, 2]), [3, 4], [-1, -1], weight_version=[7, 8])
+    assert (first.weight_version, versions(first)) == (7, [-1, -1, 7, 8])
+    second = append_sample(append_context(first, [5]), [6], [-1], weight_version=9)
+    assert (second.weight_version, versions(second)) == (7, [-1, -1, 7, 8, -1, 9])
+    older = InputFeature(input_ids=[1, 2], completion_mask=[0, 1], weight_version=3)
+    assert versions(append_sample(older, [3], weight_version=4)) == [-1, 3, 4]
+    assert append_sample(InputFeature(input_ids=[1]), [2]).weight_versions is None
+    with pytest.raises(FormatError, match="2 sampled tokens but weight versions of shape"):
+        append_sample(InputFeature(input_ids=[1]), [2, 3], weight_version=[1, 2, 3])
 
 
 def test_a_model_output_may_be_empty():

@@ -17,7 +17,7 @@ from ._messages import check_user_data
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
 
-StopReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +38,8 @@ class InputFeature:
         ref_logprobs: float32 `[T]`: the same under a reference policy.
         advantages: a number for the whole completion, or float32 `[T]`.
         temperature: the temperature of `logprobs`, by which trainers divide logits. Above zero.
-        weight_version: the version of the weights that sampled.
+        weight_version: the version of the weights that sampled; the oldest where several did.
+        weight_versions: int64 `[T]`: the version that sampled each token, -1 where the token was not sampled.
         user_data: travels along untouched.
 
     Raises:
@@ -55,6 +56,7 @@ class InputFeature:
     advantages: float | NDArray[np.float32] | None = None
     temperature: float = 1.0
     weight_version: int | None = None
+    weight_versions: NDArray[np.int64] | None = None
     user_data: dict[str, Any] = field(default_factory=dict)
 
     if TYPE_CHECKING:  # what may be given; the fields tell what is kept
@@ -72,6 +74,7 @@ class InputFeature:
             advantages: ArrayLike | None = None,
             temperature: float = 1.0,
             weight_version: int | None = None,
+            weight_versions: ArrayLike | None = None,
             user_data: dict[str, Any] = ...,
         ) -> None: ...
 
@@ -85,7 +88,7 @@ class InputFeature:
             raise FormatError(f"InputFeature.input_ids[{int(input_ids.argmin())}] is negative; padding is added by InputProcessor")
         length = len(input_ids)
         converted: dict[str, Any] = {"input_ids": input_ids}
-        for name in ("labels", "position_ids"):
+        for name in ("labels", "position_ids", "weight_versions"):
             if (value := getattr(self, name)) is not None:
                 converted[name] = _same_length(name, _integers(name, value), length, axes=name == "position_ids")
         if self.completion_mask is not None:

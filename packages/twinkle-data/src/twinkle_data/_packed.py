@@ -16,7 +16,17 @@ from ._errors import FormatError
 from ._formats import IGNORE_INDEX, InputFeature
 from ._wording import a_kind
 
-_ALIGNED = ("input_ids", "labels", "position_ids", "completion_mask", "loss_weights", "logprobs", "ref_logprobs", "advantages")
+_ALIGNED = (
+    "input_ids",
+    "labels",
+    "position_ids",
+    "completion_mask",
+    "loss_weights",
+    "logprobs",
+    "ref_logprobs",
+    "advantages",
+    "weight_versions",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

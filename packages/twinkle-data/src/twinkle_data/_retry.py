@@ -88,6 +88,7 @@ class RetrySampler:
 
         Raises:
             NoSignalError: too few groups had a signal.
+            Exception: the error of a response.
             DatasetError: `sample` or `reward` returned another number of things than were asked for, or a reward that is no finite number.
         """
         groups = self._found
@@ -152,6 +153,8 @@ class RetrySampler:
         responses = list(self._sample(rows))
         if len(responses) != len(rows):
             raise DatasetError(f"sample returned {len(responses)} responses for {len(rows)} prompts")
+        for response in responses:
+            response.raise_for_error()
         if any(not response.sequences for response in responses):
             raise DatasetError("sample returned a response without a sequence")
         rewards = list(self._reward(rows, responses))

@@ -348,7 +348,7 @@ def _is_trained(feature: InputFeature) -> bool:
 
 def _cut(feature: InputFeature, start: int, stop: int) -> InputFeature:
     """Tokens `[start, stop)` of a feature, with all that belongs to them. Positions begin at 0 again unless the feature has its own."""
-    names = ("input_ids", "labels", "position_ids", "completion_mask", "loss_weights", "logprobs", "ref_logprobs", "advantages")
+    names = ("input_ids", "labels", "position_ids", "completion_mask", "loss_weights", "logprobs", "ref_logprobs", "advantages", "weight_versions")
     cut = {name: value[..., start:stop] for name in names if isinstance(value := getattr(feature, name), np.ndarray)}
     for name in ("logprobs", "ref_logprobs"):
         if name in cut:
