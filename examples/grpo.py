@@ -49,7 +49,8 @@ def train() -> None:
 
         for step, problems in zip(range(1, args.steps + 1), dataloader, strict=False):
             weights.sync_weights()
-            sampler_output = sampler.sample(template.batch_encode(problems, add_generation_prompt=True), params)
+            prompts = template.batch_encode(problems, add_generation_prompt=True)
+            sampler_output = [response.raise_for_error() for response in sampler.sample(prompts, params)]
             input_data = [sequence.new_input_feature for response in sampler_output for sequence in response.sequences]
             rewards = [
                 float(exact_match(sequence, problem.user_data["answer"]))

@@ -70,7 +70,7 @@ def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_sampl
             assert same[0].sequences[0].tokens != same[1].sequences[0].tokens  # on two ranks, too
             trainer.train(3)
             with pytest.raises(Exception, match="max_model_len is 64"):
-                list(sampler.sample([[5] * 64] * num_samplers))
+                sampler.sample([[5] * 64] * num_samplers)[0].raise_for_error()
     finally:
         reference.load_state_dict(start)
 

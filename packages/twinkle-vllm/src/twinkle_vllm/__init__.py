@@ -2,24 +2,40 @@
 
 from ._errors import (
     AdapterNotLoaded,
+    AdapterRefused,
+    EngineFailed,
     EngineMissing,
     EngineSettingError,
     IncompleteWeights,
     ModelNotFound,
     PromptError,
+    ReplicaLost,
     SamplerError,
+    SamplerPaused,
     SamplingOptionError,
+    StaleRequest,
 )
+from ._openai import OpenAIServer, openai_app
+from ._pool import ReplicaStatus, SamplerPool
 from ._sampler import vLLMSampler
 
 __all__ = [
     "AdapterNotLoaded",
+    "AdapterRefused",
+    "EngineFailed",
     "EngineMissing",
     "EngineSettingError",
     "IncompleteWeights",
     "ModelNotFound",
+    "OpenAIServer",
     "PromptError",
+    "ReplicaLost",
+    "ReplicaStatus",
     "SamplerError",
+    "SamplerPaused",
+    "SamplerPool",
     "SamplingOptionError",
+    "StaleRequest",
+    "openai_app",
     "vLLMSampler",
 ]

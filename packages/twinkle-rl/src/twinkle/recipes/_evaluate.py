@@ -31,7 +31,7 @@ def accuracy(
     params: SamplingParams,
 ) -> tuple[float, list[SampleResponse]]:
     """Share of right completions over all problems and samples, and the responses; the sampler must already hold the weights to evaluate."""
-    responses = list(sampler.sample(list(prompts), params))
+    responses = [response.raise_for_error() for response in sampler.sample(list(prompts), params)]
     rewards = reward(problems, responses)
     return sum(rewards) / len(rewards), responses
 

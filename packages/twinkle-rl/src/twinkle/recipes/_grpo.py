@@ -129,7 +129,7 @@ class GRPOLoop:
         prompts = [self._template.encode(problem, add_generation_prompt=True) for problem in problems]
         params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, num_samples=config.num_samples)
         self._sampler.set_seed(sampling_seed(config.seed, self._steps))
-        responses = list(self._sampler.sample(prompts, params))
+        responses = [response.raise_for_error() for response in self._sampler.sample(prompts, params)]
         clock.lap("sample_s")
         rewards = self._task.reward(problems, responses)
         sampled = [sequence.new_input_feature for response in responses for sequence in response.sequences]
