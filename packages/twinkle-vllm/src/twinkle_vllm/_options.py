@@ -47,7 +47,7 @@ def resolve_params(given: OptionSource | None, num_samples: int | None) -> Sampl
 
 def params_of_each(
     given: OptionSource | Sequence[OptionSource] | None, num_samples: int | None, count: int, *, rank: int
-) -> list[SamplingParams | SamplingOptionError]:
+) -> Sequence[SamplingParams | SamplingOptionError]:
     """The parameters of each of `count` requests; for a list, an error in the place of options that are wrong.
 
     Options that all requests share are raised for when they are wrong. A seed that they share becomes another one for each, or equal prompts
@@ -59,8 +59,7 @@ def params_of_each(
         return [_resolved(one, num_samples) for one in given]
     params = resolve_params(cast("OptionSource | None", given), num_samples)
     seeds = [None if params.seed is None else params.seed + 1_000_003 * rank + index * params.num_samples for index in range(count)]
-    each: list[SamplingParams | SamplingOptionError] = [params if seed is None else replace(params, seed=seed) for seed in seeds]
-    return each
+    return [params if seed is None else replace(params, seed=seed) for seed in seeds]
 
 
 def check_options(params: SamplingParams, engine: EngineFacts) -> None:
