@@ -11,8 +11,8 @@ import pytest
 
 from twinkle_data import Template
 from twinkle_mesh import DeviceGroup
-from twinkle_remote import initialize, remote_class, remote_function
-from twinkle_sync import CheckpointEngineManager, CheckpointFolder
+from twinkle_remote import WorkerDiedError, initialize, remote_class, remote_function
+from twinkle_sync import CheckpointEngineManager, CheckpointFolder, WeightSender
 from twinkle_vllm import PromptError, ReplicaLost, SamplerPool, SamplingOptionError, vLLMSampler
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
@@ -93,6 +93,104 @@ def test_results_come_as_they_finish_and_an_abort_ends_them(pool, prompts):
     reasons = {sequence.stop_reason for answer in answers for sequence in answer.result(60).sequences}
     assert "abort" in reasons
     assert all(status.outstanding_tokens == 0 for status in pool.status())
+
+
+class Fragile:
+    """A sampler of this process. Once killed its next call fails, as that of a component that then restarts, with its first weights."""
+
+    def __init__(self, sampler, restart):
+        self.sampler, self.restart = sampler, restart
+        self.is_killed = False
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            if self.is_killed:
+                self.is_killed = False
+                self.sampler.abort()
+                self.sampler.collect()
+                self.restart()
+                raise WorkerDiedError("the process was killed")
+            return getattr(self.sampler, name)(*args, **kwargs)
+
+        return call
+
+
+@remote_class()
+class Source(WeightSender):
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def iter_weights(self):
+        yield from self.tensors
+
+
+@pytest.mark.parametrize("on_failure", ["retry", "error"])
+def test_requests_of_a_lost_replica_are_retried_or_told_and_it_serves_with_current_weights_only(
+    kit, sampler, second, models, prompts, tokenizer, on_failure
+):
+    old, new = models["old"][1], models["new"][1]
+    manager = CheckpointEngineManager(model=Source(kit.tensors_of(new)), sampler=sampler)
+    manager.sync_weights()
+    kit.load(second, new, version=1)
+    fragile: Any = Fragile(sampler, lambda: kit.load(sampler, old, version=0))
+    options = {"max_tokens": 30, "temperature": 0.7, "logit_bias": {1: -100.0}, "logprobs": False}
+    with SamplerPool([fragile, second], weights=manager, on_failure=on_failure) as made:
+        until(lambda: [status.state for status in made.status()] == ["serving"] * 2)
+        answers = made.submit(prompts * 4, options)
+        until(lambda: any(sampler._jobs.values()))
+        fragile.is_killed = True
+        responses = [answer.result(60) for answer in answers]
+        lost = [response for response in responses if response.error is not None]
+        if on_failure == "retry":
+            assert lost == []
+        else:
+            assert lost
+            for response in lost:
+                with pytest.raises(ReplicaLost, match=r"the replica died with the request .*WorkerDiedError: the process was killed"):
+                    response.raise_for_error()
+        served = [sequence for response in responses for sequence in response.sequences]
+        assert {version for sequence in served for version in sequence.weight_versions} == {1}
+        # It is back with the weights that it was built with, so it waits.
+        until(lambda: made.status()[0].state == "waiting")
+        assert made.status()[0].losses == 1
+        assert all(response.error is None for response in made.sample(prompts, {"max_tokens": 2}))
+        assert sampler._jobs == {}
+        kit.load(second, new, version=2)
+        manager.sync_weights()
+        until(lambda: made.status()[0].state == "serving")
+        for prompt, scores in zip(prompts, sampler.score(prompts), strict=True):
+            np.testing.assert_allclose(scores, kit.hf_logprobs(new, prompt), atol=2e-5)
+
+
+def test_a_lost_replica_can_fetch_the_current_weights_itself(kit, sampler, models, prompts):
+    old, new = models["old"][1], models["new"][1]
+    manager = CheckpointEngineManager(model=Source(kit.tensors_of(new)), sampler=sampler)
+    manager.sync_weights()
+    fragile: Any = Fragile(sampler, lambda: kit.load(sampler, old, version=0))
+    with SamplerPool([fragile], weights=manager, resync=True) as made:
+        until(lambda: made.status()[0].state == "serving")
+        fragile.is_killed = True
+        responses = made.sample(prompts, {"max_tokens": 4})  # of the only replica: they wait until it is back
+        assert {version for response in responses for version in response.sequences[0].weight_versions} == {2}
+        for prompt, response in zip(prompts, responses, strict=True):
+            feature = response.sequences[0].new_input_feature
+            assert feature.logprobs is not None
+            np.testing.assert_allclose(feature.logprobs[len(prompt) :], kit.hf_logprobs(new, feature.input_ids)[len(prompt) :], atol=2e-5)
+
+
+def test_without_a_replica_that_could_come_back_requests_end_with_the_error(sampler, prompts):
+    class Dead:
+        def __getattr__(self, name):
+            def call(*args, **kwargs):
+                raise WorkerDiedError("it is gone")
+
+            return call
+
+    dead: Any = Dead()
+    with SamplerPool([dead]) as made:
+        (response,) = made.sample(prompts[:1])
+        with pytest.raises(ReplicaLost, match="no replica is left: WorkerDiedError: it is gone"):
+            response.raise_for_error()
 
 
 @remote_class(on_failure="restart")

@@ -57,6 +57,18 @@ def test_after_every_update_the_sampler_is_the_new_model(kit, sampler, models, p
     assert sampler.weight_version() == 2
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_twenty_updates_leave_no_trace_of_the_weights_before(kit, sampler, models, prompts, mode):
+    states = [models["old"][1], models["new"][1]]
+    source = Source(kit.tensors_of(states[0]))
+    manager = CheckpointEngineManager(model=source, sampler=sampler, bucket_size_bytes=1 << 14)
+    for step in range(20):
+        source.tensors = kit.tensors_of(states[step % 2])
+        manager.sync_weights(mode)
+        assert _error(kit, sampler, states[step % 2], prompts) < 2e-5
+
+
 def test_a_tied_head_stays_stale_without_the_repair(kit, sampler, models, prompts, monkeypatch):
     """When this fails, vLLM repairs the head itself and `repair_on_cpu` can let it be."""
     _, new = models["new"]

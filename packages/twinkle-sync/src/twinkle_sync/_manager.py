@@ -1,5 +1,6 @@
 """The driver's side: one object that keeps a sampler's weights equal to a trainer's."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class CheckpointEngineManager:
         first_version: of the first synchronisation. A run that is resumed counts on from where it was: the saved `version` + 1.
 
     The connection is made by the first `sync_weights` and used again by the later ones; after a failure the next one makes a new one.
+    Several threads may call it; one synchronises at a time.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class CheckpointEngineManager:
             raise ChannelMisuse(f"first_version is {first_version}; versions begin at 1 (0 is what a sampler has before the first)")
         self._model, self._samplers = model, cast("list[WeightReceiver]", samplers)
         self._dtype = dtype
+        self._lock = threading.Lock()
         self._bucket_size_bytes, self._timeout_s, self._verify = bucket_size_bytes, timeout_s, verify
         self._transport = transport
         self._channel: _Channel | None = None
@@ -112,6 +115,10 @@ class CheckpointEngineManager:
             raise ChannelMisuse(
                 f"sync_weights(mode={mode!r}, adapter_name={adapter_name!r}): modes are 'full', 'delta', and 'lora' with an adapter's name"
             )
+        with self._lock:
+            return self._sync(mode, adapter_name)
+
+    def _sync(self, mode: SyncMode, adapter_name: str) -> SyncReport:
         started = time.monotonic()
         self._attempts += 1
         self._is_stale = self._is_stale or mode != "lora"
