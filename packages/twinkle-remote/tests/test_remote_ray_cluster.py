@@ -26,6 +26,7 @@ import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, PlacementError
 
 SECOND, THIRD = "127.0.0.2", "127.0.0.3"
+pytestmark = pytest.mark.timeout(300)  # three raylets to start
 GROUPS = [DeviceGroup("wide", 5, "cpu"), DeviceGroup("gpus", [0, 1, 2, 3], "cuda", gpus_per_worker=2), DeviceGroup("near", [0], "cuda")]
 COMPRESS_ABOVE = 2 << 20
 OTHER_DRIVER = """
@@ -77,24 +78,29 @@ class Where:
         return int(values.sum())
 
 
-def add_node(cluster, **settings):
-    """Ray 2.60 gives a raylet 30 s to start, whatever the machine is busy with; so several tries."""
+def start_cluster(folder):
+    """A head and two nodes with addresses of their own. Ray 2.60 gives a raylet 30 s to start, whatever the machine is busy with, and one that starts
+    after that stays: so it is tried again as a whole.
+    """
     for tries_left in (3, 2, 1, 0):
+        cluster = Cluster()
         try:
-            return cluster.add_node(object_store_memory=80 << 20, **settings)
+            cluster.add_node(num_cpus=1, temp_dir=folder, include_dashboard=False, object_store_memory=80 << 20)
+            nodes = [cluster.add_node(num_cpus=2, num_gpus=2, node_ip_address=host, object_store_memory=80 << 20) for host in (SECOND, THIRD)]
         except Exception:
+            cluster.shutdown()
             if not tries_left:
                 raise
+        else:
+            return cluster, nodes[1]
+    raise AssertionError("the last try returns or raises")
 
 
 @pytest.fixture(scope="module")
 def cluster():
     folder = tempfile.mkdtemp(prefix="tc", dir="/tmp")  # short: Ray's sockets lie in it
-    cluster = Cluster()
+    cluster, third = start_cluster(folder)
     try:
-        add_node(cluster, num_cpus=1, temp_dir=folder, include_dashboard=False)
-        add_node(cluster, num_cpus=2, num_gpus=2, node_ip_address=SECOND)
-        third = add_node(cluster, num_cpus=2, num_gpus=2, node_ip_address=THIRD)
         yield SimpleNamespace(address=cluster.address, remove_third=lambda: cluster.remove_node(third, allow_graceful=False))
     finally:
         cluster.shutdown()

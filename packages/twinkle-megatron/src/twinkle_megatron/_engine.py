@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch
 from twinkle_mesh import DeviceMesh
-from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, ReduceGroups, Row, TokenOutputs
+from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, Piece, ReduceGroups, Row, TokenOutputs
 
 from . import _moe, _parallel, _replay
 from ._adapters import Adapter
@@ -24,7 +24,7 @@ from ._logprobs import gather_context, vocab_parallel_logprobs
 from ._lora import Site, make_sites
 from ._lora_plan import LinearLayer, peft_name
 from ._options import base_options, checked_options
-from ._pieces import Piece, state_pieces, weight_pieces
+from ._pieces import state_pieces, weight_pieces
 from ._schedule import packed_parameters, run_schedule
 from ._trainable import Trainable
 from ._views import Columns, View, ViewShape, common_shape, make_view, view_shape, with_fillers

@@ -1,30 +1,16 @@
-"""What a training checkpoint is made of: rectangles of whole tensors.
+"""The pieces of a training checkpoint that this rank has: rectangles of whole weights and of their optimizer states.
 
-Every layout cuts the same whole tensors into other rectangles, so that what one layout wrote another can read. Optimizer states that are sharded over
-data ranks are stretches of flattened weights; each is at most three rectangles of the weight, so that nothing is gathered to be saved.
+Optimizer states that are sharded over data ranks are stretches of flattened weights; each is at most three rectangles of the weight, so that nothing
+is gathered to be saved.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
+from twinkle_train import Piece
+
 from ._weights import Placement
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A rectangle of a whole tensor.
-
-    tensor: a view of it in the model or the optimizer. key, shape: of the whole. offset: of its first element. is_copy: another rank has it under
-    the same key; it is read, but not written.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    tensor: torch.Tensor
-    is_copy: bool = False
 
 
 def weight_pieces(placement: Placement) -> Iterator[Piece]:

@@ -16,6 +16,7 @@ from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
 from twinkle_train import (
     CheckpointInfo,
+    CheckpointWriter,
     ComputeLoss,
     ConfigError,
     InputError,
@@ -26,9 +27,11 @@ from twinkle_train import (
     Row,
     TokenOutputs,
     TrainerBase,
+    generators_path,
     init_process_group,
     num_micro_batches,
     read_checkpoint,
+    read_checkpoint_pieces,
     reduce_max,
     split_micro_batches,
 )
@@ -39,7 +42,7 @@ from ._checkpoint import save_checkpoint
 from ._errors import CheckpointError, LayoutError, PlatformError
 from ._layout import check_divides, check_mesh
 from ._peft_files import read_adapter, save_adapter
-from ._training_checkpoint import CheckpointWriter, generators_path, read_checkpoint_pieces
+from ._torch_dist import add_megatron_files
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -106,7 +109,7 @@ class MegatronTrainer(TrainerBase):
             seed=seed,
             timeout_s=timeout_s,
         )
-        self._checkpoints = CheckpointWriter(timeout_s)
+        self._checkpoints = CheckpointWriter(timeout_s, add_megatron_files)
         self._replays = False
         self._rows: list[Row] = []
         self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +35,12 @@ class CheckpointWriter:
 
     Args:
         timeout_s: how long ranks wait for one another.
+        add_files: called on rank 0 with the folder when all tensors are in it, for what other readers of the format look for.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, add_files: Callable[[Path], None] | None = None) -> None:
         self._timeout_s = timeout_s
+        self._add_files = add_files
         self._group: Any = None
         self._writing: _Writing | None = None
         self._planned: tuple[Any, list[list[Box]], list[set[Box]]] | None = None
@@ -159,6 +161,8 @@ class CheckpointWriter:
         if failure is None and rank == 0:
             try:
                 finish(folder, boxes_of_ranks, [each for each, _ in gathered])
+                if self._add_files is not None:
+                    self._add_files(folder)
                 publish_checkpoint(target, info.to_json())
             except Exception as error:  # told to the other ranks
                 failure = _message(target, rank, error)
