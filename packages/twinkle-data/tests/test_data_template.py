@@ -272,6 +272,7 @@ def test_append_sample_keeps_what_the_prompt_holds():
         loss_weights=[0, 0, 0, 1, 1],
         logprobs=[0, 0, 0, -1, -2],
         weight_version=3,
+        weight_versions=[-1, -1, -1, 3, 3],
         user_data={"k": 1},
     )
     assert feature == expected

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private.internal_api import node_stats
 from ray.cluster_utils import Cluster
 
@@ -99,6 +100,8 @@ def start_cluster(folder):
 @pytest.fixture(scope="module")
 def cluster():
     folder = tempfile.mkdtemp(prefix="tc", dir="/tmp")  # short: Ray's sockets lie in it
+    # Ray 2.60 writes the cluster's address there, and does not make the folder when another was given for the session.
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     cluster, third = start_cluster(folder)
     try:
         yield SimpleNamespace(address=cluster.address, remove_third=lambda: cluster.remove_node(third, allow_graceful=False))
