@@ -25,6 +25,14 @@ from twinkle.dataset import Dataset
 from twinkle.dataloader import DataLoader
 from twinkle.model import MegatronModel, TransformersModel
 from twinkle.sampler import vLLMSampler
+from twinkle.model.transformers.moe.expert_parallel import ExpertParallelConfig
+config = ExpertParallelConfig(
+ enabled=True, # Enable expert parallel
+ router_dtype='fp32', # Router computation dtype: 'fp32', 'bf16', 'fp16'
+ keep_router_logits=True, # Return router logits alongside hidden states
+ ignore_shared_experts=False,# Skip shared expert computation (e.g. DeepSeek)
+ ep_size=None, # EP world size (consumed by TransformersModel)
+)
 from twinkle.model.transformers.strategy.sequence_parallel import SequenceParallelConfig
 config = SequenceParallelConfig(
  enabled=True, # Enable sequence parallel

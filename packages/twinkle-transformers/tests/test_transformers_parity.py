@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def measure_on_rank(
     if "sequence_parallel" in options:
         options = options | {"sequence_parallel": SequenceParallelConfig(**options["sequence_parallel"])}
     trainer = TransformersTrainer(path, mesh, **options)
-    try:
-        _break(trainer, fault)
+    with ExitStack() as stack:
+        stack.callback(trainer.close)
+        _break(trainer, fault, stack)
         trainer.set_loss("cross_entropy")
         trainer.set_optimizer("sgd", lr=SGD_LR)
         results: dict[str, Any] = {"representatives": mesh.representatives()}
@@ -54,11 +56,9 @@ def measure_on_rank(
                 trainer.zero_grad()
         trainer.step()
         return results | {"sgd": trainer.export_weights()}
-    finally:
-        trainer.close()
 
 
-def _break(trainer: Any, fault: str | None) -> None:
+def _break(trainer: Any, fault: str | None, stack: ExitStack) -> None:
     """Leaves out what a layout or a form stands on."""
     import dataclasses
 
@@ -77,6 +77,14 @@ def _break(trainer: Any, fault: str | None) -> None:
         attention = trainer._attention
         attention.makes_masks = False
         attention.distribute = lambda whole, module, tensors, plan, options: whole(module, *tensors, None, **options | {"position_ids": None})
+    elif fault == "experts of the wrong rank":
+        from twinkle_transformers import _expert_parallel
+
+        own = _expert_parallel.preprocess
+        stack.callback(setattr, _expert_parallel, "preprocess", own)
+        _expert_parallel.preprocess = lambda index, number, group: own((index + number // 2) % number, number, group)
+    elif fault == "no sum over expert replicas":
+        groups.expert_replicas = None
     elif fault == "sequences see one another":
         of = trainer._attention.of
         trainer._attention.of = lambda rows: of(dataclasses.replace(rows, sequence_ids_BT=None, segments=()))
@@ -112,6 +120,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 mqa": ("qwen3", {"num_key_value_heads": 1}),
     "llama 6 heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
 }
+WRONG = "experts of the wrong rank"
+EP: dict[str, Any] = {"dp_size": 2, "ep_size": 2}
 ULYSSES, RING = {"ulysses_size": 2}, {"cp_size": 2}
 # name: ranks, family, sizes of the mesh, options, forms, fault that must be noticed, whether it runs by default.
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ...], str, bool]] = {
@@ -141,6 +151,29 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "dp2": (2, "qwen3", {"dp_size": 2}, {}, ("right", "packed"), "no sum over replicas", True),
     "fsdp2": (2, "qwen3", {"fsdp_size": 2}, {}, ("right", "packed"), "norm of one shard", True),
     "fsdp2, recomputed": (2, "llama", {"fsdp_size": 2}, {"activation_checkpointing": True}, ("free",), "means of shards, not sums", True),
+    "ep2 qwen3_moe": (2, "qwen3_moe", EP, {}, ("right", "packed"), WRONG, True),
+    "ep2 qwen2_moe": (2, "qwen2_moe", EP, {}, ("free",), WRONG, False),
+    "ep2 mixtral": (2, "mixtral", EP, {}, ("right",), WRONG, False),
+    "ep2 deepseek_v3": (2, "deepseek_v3", EP, {}, ("right", "packed"), WRONG, True),
+    "ep2 glm4_moe": (2, "glm4_moe", EP, {}, ("right",), WRONG, False),
+    "ep2 olmoe": (2, "olmoe", EP, {}, ("right",), WRONG, False),
+    "ep2 afmoe": (2, "afmoe", EP, {}, ("right",), WRONG, False),
+    "ep2 gpt_oss, recomputed": (2, "gpt_oss", EP, {"activation_checkpointing": True}, ("left", "packed"), WRONG, True),
+    "ep2 fsdp2": (2, "qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, {}, ("right",), "norm of one shard", True),
+    "ep2 ulysses2": (2, "qwen3_moe", {**ULYSSES, "ep_size": 2}, {}, ("right", "packed"), WRONG, True),
+    "ep2 ring2": (2, "qwen3_moe", {**RING, "ep_size": 2}, {}, ("packed",), WRONG, False),
+    "ep_fsdp2": (2, "qwen3_moe", {"dp_size": 2, "ep_fsdp_size": 2}, {}, ("right",), "no sum over replicas", False),
+    "ep2 ep_fsdp2": (4, "qwen3_moe", {"world_size": 4, "ep_size": 2, "ep_fsdp_size": 2}, {}, ("right",), WRONG, False),
+    "ep2 dp4": (4, "deepseek_v3", {"dp_size": 4, "ep_size": 2}, {}, ("right",), "no sum over expert replicas", False),
+    "ep2 dp2 ulysses2, recomputed": (
+        4,
+        "qwen2_moe",
+        {"dp_size": 2, **ULYSSES, "ep_size": 2},
+        {"activation_checkpointing": True},
+        ("packed",),
+        WRONG,
+        False,
+    ),
     "dp2 fsdp2": (4, "qwen3", {"dp_size": 2, "fsdp_size": 2}, {}, ("right", "free"), "no sum over replicas", False),
     "fsdp4": (4, "qwen2", {"fsdp_size": 4}, {}, ("right",), "norm of one shard", False),
     "dp2 qwen3_moe": (2, "qwen3_moe", {"dp_size": 2}, {}, ("right",), "no sum over replicas", False),

@@ -34,6 +34,7 @@ def on_a_bare_model(path: Path, rows: list[Any]) -> dict[str, Any]:
     return {"before": before, "divided": divided, "after": plain(), "length": length, "columns": batch.input_ids.shape[1]}
 
 
+@pytest.mark.timeout(300)
 def test_a_bare_model_is_divided_and_put_back(two_ranks: Any, checkpoint: Any, features: list[Any]) -> None:
     for result in two_ranks.run(on_a_bare_model, checkpoint("qwen3"), features):
         assert result["length"] == -(-result["columns"] // 2)
@@ -64,6 +65,7 @@ def refusals(cases: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> list[s
     return messages
 
 
+@pytest.mark.timeout(300)
 def test_what_cannot_be_divided_is_refused_with_the_reason(two_ranks: Any, checkpoint: Any) -> None:
     ulysses, ring = {"ulysses_size": 2}, {"cp_size": 2}
     cases: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

@@ -1,11 +1,13 @@
-"""Train any causal LM of transformers: FSDP2, sequence parallelism and padding-free batches, proven exact on a CPU."""
+"""Train any causal LM of transformers: FSDP2, sequence and expert parallelism, and padding-free batches, proven exact on a CPU."""
 
 from ._errors import CheckpointError, LayoutError, ModelNotFoundError, TransformersError, UnsupportedModelError
+from ._expert_parallel import ExpertParallelConfig, apply_expert_parallel, patch_forward, router_logits, shard_experts
 from ._model import TransformersModel
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
 
 __all__ = [
     "CheckpointError",
+    "ExpertParallelConfig",
     "LayoutError",
     "ModelNotFoundError",
     "SequenceParallel",
@@ -14,4 +16,8 @@ __all__ = [
     "TransformersError",
     "TransformersModel",
     "UnsupportedModelError",
+    "apply_expert_parallel",
+    "patch_forward",
+    "router_logits",
+    "shard_experts",
 ]

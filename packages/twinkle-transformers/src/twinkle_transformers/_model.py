@@ -7,6 +7,7 @@ from twinkle_remote import remote_class, remote_function
 from twinkle_sync import WeightSender
 from twinkle_train import remote_train_methods
 
+from ._expert_parallel import ExpertParallelConfig
 from ._sequence_parallel import SequenceParallelConfig
 from ._trainer import MixedPrecision, TransformersTrainer
 
@@ -14,8 +15,8 @@ from ._trainer import MixedPrecision, TransformersTrainer
 @remote_class(execute="all")
 @remote_train_methods
 class TransformersModel(TransformersTrainer, WeightSender):
-    """Trains any causal language model of transformers, on GPUs and on CPUs, data parallel, sharded (FSDP2), and with sequences divided over ranks
-    (Ulysses, ring).
+    """Trains any causal language model of transformers, on GPUs and on CPUs, data parallel, sharded (FSDP2), with sequences (Ulysses,
+    ring) and experts divided over ranks.
 
     It follows the trainer contract (`twinkle_train.TrainModel`, where every method is described): every layout gives the loss, gradients and
     updated weights of one process, to rounding. Rows may be padded, packed, or padding-free; a model whose code would let the sequences of a row see
@@ -23,7 +24,8 @@ class TransformersModel(TransformersTrainer, WeightSender):
 
     Args:
         model_id: a local folder with a Hugging Face checkpoint (config.json, weights).
-        device_mesh: dp_size, fsdp_size (weights are sharded over it, replicated over the rest), ulysses_size and cp_size (sequences are divided).
+        device_mesh: dp_size, fsdp_size (weights are sharded over it, replicated over the rest), ulysses_size and cp_size (sequences are divided),
+            ep_size (experts are divided over ranks of the others) and ep_fsdp_size (each expert is sharded).
             Default: data parallel over the group's workers.
         mixed_precision: 'no' (float32) or 'bf16' (forward and backward in bfloat16; weights, reduced gradients and the optimizer in float32).
         remote_group: the device group whose workers hold the model, in mode 'ray'.
@@ -32,6 +34,7 @@ class TransformersModel(TransformersTrainer, WeightSender):
         attn_implementation: 'eager', 'sdpa', 'flex_attention' or 'flash_attention_2' ...; None: what transformers takes for the model.
         sequence_parallel: how rows are divided over the mesh's ulysses_size x cp_size ranks; None: Ulysses as far as heads divide, ring for the rest,
             and the loss from gathered log-probabilities.
+        expert_parallel: how experts are divided over the mesh's ep_size ranks; None: routers in float32.
         trust_remote_code: run code that is in the checkpoint's folder.
         timeout_s: how long ranks wait for one another, at start and in every collective.
 
@@ -51,6 +54,7 @@ class TransformersModel(TransformersTrainer, WeightSender):
         activation_checkpointing: bool = False,
         attn_implementation: str | None = None,
         sequence_parallel: SequenceParallelConfig | None = None,
+        expert_parallel: ExpertParallelConfig | None = None,
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -63,6 +67,7 @@ class TransformersModel(TransformersTrainer, WeightSender):
             activation_checkpointing=activation_checkpointing,
             attn_implementation=attn_implementation,
             sequence_parallel=sequence_parallel,
+            expert_parallel=expert_parallel,
             trust_remote_code=trust_remote_code,
             timeout_s=timeout_s,
         )

@@ -1,5 +1,6 @@
 """FSDP2 (torch's fully_shard) over a model's layers and experts; sums, not means, of gradients."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -39,7 +40,8 @@ def shard_model(model: nn.Module, mesh: TorchMesh, *, experts: Iterable[nn.Modul
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32) if compute_dtype != torch.float32 else MixedPrecisionPolicy()
     )
     for module in experts:
-        _shard(module, expert_mesh, precision)
+        # Routing weights come in the router's type, and are to be applied in it.
+        _shard(module, expert_mesh, dataclasses.replace(precision, cast_forward_inputs=False))
     for layer in decoder_layers(model):
         _shard(layer, mesh, precision)
     _shard(model, mesh, precision)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
@@ -34,6 +35,7 @@ from twinkle_train import (
 
 from ._attention import Attention
 from ._errors import CheckpointError, UnsupportedModelError
+from ._expert_parallel import ExpertParallelConfig, apply_expert_parallel
 from ._groups import Groups, check_mesh
 from ._inputs import ModelInputs, model_inputs
 from ._loading import check_same_model, find_checkpoint, load_model
@@ -65,6 +67,7 @@ class TransformersTrainer(TrainerBase):
         activation_checkpointing: bool = False,
         attn_implementation: str | None = None,
         sequence_parallel: SequenceParallelConfig | None = None,
+        expert_parallel: ExpertParallelConfig | None = None,
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -81,6 +84,7 @@ class TransformersTrainer(TrainerBase):
             "seed": seed,
             "activation_checkpointing": activation_checkpointing,
             "attn_implementation": attn_implementation,
+            "expert_parallel": expert_parallel and dataclasses.asdict(expert_parallel),
             "sequence_parallel": sequence_parallel and dataclasses.asdict(sequence_parallel),
             "trust_remote_code": trust_remote_code,
         }
@@ -100,19 +104,21 @@ class TransformersTrainer(TrainerBase):
                 raise UnsupportedModelError(f"sequences cannot be divided over ranks: {self._packing_fault}")
             self._sequence = strategy.install(model, self._attention)
             self._gathers_logits = strategy.config.gather_logits
+        divides_experts = mesh.ep_size * mesh.ep_fsdp_size > 1
+        experts = _divided_experts(model, groups, expert_parallel) if divides_experts else []
         if activation_checkpointing:
             _checkpoint_activations(model)
         model.to(groups.device)
-        if mesh.fsdp_size > 1 or self._dtype != torch.float32:
-            shard_model(model, groups.shard_mesh, experts=(), expert_mesh=groups.expert_shard_mesh, compute_dtype=self._dtype)
-        self._weights = Weights(model, groups)
+        if mesh.fsdp_size * mesh.ep_fsdp_size > 1 or self._dtype != torch.float32:
+            shard_model(model, groups.shard_mesh, experts=experts, expert_mesh=groups.expert_shard_mesh, compute_dtype=self._dtype)
+        self._weights = Weights(model, groups, experts)
         self._optimizer: Optimizer | None = None
         self._checkpoints = CheckpointWriter(timeout_s)
         super().__init__(
             groups=ReduceGroups(data=groups.data, device=groups.device),
             processor=InputProcessor(pad_token_id=_pad_token_id(model.config, self._vocab_size)),
-            # Shards of weights are gathered inside the model.
-            equal_micro_batches=mesh.fsdp_size > 1,
+            # Shards of weights are gathered inside the model, and tokens exchanged.
+            equal_micro_batches=mesh.fsdp_size > 1 or divides_experts,
             packed_rows=True,
         )
 
@@ -318,6 +324,17 @@ def _attention_of(model: Any) -> tuple[Attention | None, str]:
         return Attention(model), ""
     except UnsupportedModelError as error:
         return None, str(error)
+
+
+def _divided_experts(model: Any, groups: Groups, config: ExpertParallelConfig | None) -> list[nn.Module]:
+    experts = apply_expert_parallel(model, groups.experts, config)
+    for module in experts:
+        if isinstance(module, nn.ModuleList):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a ModuleList of experts, whose checkpoints TransformersModel cannot put together: "
+                "apply_expert_parallel works on the bare model"
+            )
+    return experts
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -36,7 +36,7 @@ class RankPool:
         self._starts = 0
         self._used = False
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, **keywords: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0, **keywords: Any) -> list[Any]:
         """What `function(*arguments, **keywords)` returns on each rank, in order of rank.
 
         function: at the top level of a file, which each rank runs anew; it and what it gets and returns must pickle. timeout_s: deadline for all

@@ -1,0 +1,1 @@
+"""Mixture-of-experts models with TransformersModel, under the documented names."""

@@ -1,0 +1,7 @@
+from twinkle_transformers import ExpertParallelConfig as ExpertParallelConfig
+from twinkle_transformers import apply_expert_parallel as apply_expert_parallel
+from twinkle_transformers import patch_forward as patch_forward
+from twinkle_transformers import router_logits as router_logits
+from twinkle_transformers import shard_experts as shard_experts
+
+__all__: list[str]
