@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import twinkle_train
+
 PACKAGE = Path(__file__).parents[1] / "src" / "twinkle_megatron"
+# The writer of training checkpoints raises this package's CheckpointError.
+SHARED = [Path(twinkle_train.__file__).with_name(name) for name in ("_checkpoint_writer.py", "_torch_dist.py")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "megatron-errors.md"
 _RAISED = re.compile(r"(Layout|Platform|Rule|ModelNotFound|UnsupportedModel|Checkpoint|Config|Input|CallOrder|Import)Error")
 # What stands for a value in a message.
@@ -24,7 +28,7 @@ def _text(node: ast.AST) -> str | None:
 
 
 def _messages(*, raised_only: bool) -> Iterator[tuple[str, str]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in [*sorted(PACKAGE.rglob("*.py")), *SHARED]:
         for node in ast.walk(ast.parse(file.read_text())):
             if not raised_only:
                 text = _text(node)

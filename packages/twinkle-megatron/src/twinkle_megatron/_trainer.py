@@ -109,7 +109,7 @@ class MegatronTrainer(TrainerBase):
             seed=seed,
             timeout_s=timeout_s,
         )
-        self._checkpoints = CheckpointWriter(timeout_s, add_megatron_files)
+        self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError, add_files=add_megatron_files)
         self._replays = False
         self._rows: list[Row] = []
         self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
@@ -232,7 +232,7 @@ class MegatronTrainer(TrainerBase):
         steps = {name: each.step for name, each in info.adapters.items()}
         for name, step in steps.items():
             self._engine.trainable(name).make_optimizer_states(step)
-        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps))
+        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps), error_type=CheckpointError)
         for name in steps:
             self._engine.trainable(name).pieces_filled()
         if steps.keys() != read_checkpoint(path).adapters.keys():

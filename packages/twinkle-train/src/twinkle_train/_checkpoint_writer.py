@@ -35,11 +35,15 @@ class CheckpointWriter:
 
     Args:
         timeout_s: how long ranks wait for one another.
+        error_type: what is raised: a trainer's own CheckpointError.
         add_files: called on rank 0 with the folder when all tensors are in it, for what other readers of the format look for.
     """
 
-    def __init__(self, timeout_s: float, add_files: Callable[[Path], None] | None = None) -> None:
+    def __init__(
+        self, timeout_s: float, *, error_type: type[CheckpointError] = CheckpointError, add_files: Callable[[Path], None] | None = None
+    ) -> None:
         self._timeout_s = timeout_s
+        self._error_type = error_type
         self._add_files = add_files
         self._group: Any = None
         self._writing: _Writing | None = None
@@ -65,12 +69,12 @@ class CheckpointWriter:
         boxes_of_ranks, shares = self._plan(info, [Box.of(piece) for piece in own])
         failure = _any_failure(failure, group)
         if failure is not None:
-            raise CheckpointError(failure)
+            raise self._error_type(failure)
         mine = [piece for piece in own if Box.of(piece) in shares[dist.get_rank()]]
         writing = _Writing(target)
         if not background:
             self._write(writing, info, mine, generators, boxes_of_ranks)
-            _raise_failure(writing)
+            self._raise_failure(writing)
             return
         copies = self._copies(mine)
         states = _copied(generators)
@@ -89,8 +93,8 @@ class CheckpointWriter:
             assert writing.thread is not None
             writing.thread.join(2 * self._timeout_s)
             if writing.thread.is_alive():
-                raise CheckpointError(f"writing {writing.target} in the background did not end within {2 * self._timeout_s:g} s")
-            _raise_failure(writing)
+                raise self._error_type(f"writing {writing.target} in the background did not end within {2 * self._timeout_s:g} s")
+            self._raise_failure(writing)
 
     def check(self, device: torch.device) -> None:
         """Raises what the checkpoint in the background failed with, on all ranks at the same call; returns at once where it is still written."""
@@ -110,6 +114,10 @@ class CheckpointWriter:
                 dist.destroy_process_group(self._group)
                 self._group = None
             self._staged = {}
+
+    def _raise_failure(self, writing: _Writing) -> None:
+        if writing.failure is not None:
+            raise self._error_type(writing.failure)
 
     def _copies(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces with their values as they are now, in host memory."""
@@ -174,11 +182,11 @@ def generators_path(folder: Path, rank: int) -> Path:
     return folder / f"generators-{rank}.pt"
 
 
-def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = None) -> None:
+def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = None, *, error_type: type[CheckpointError] = CheckpointError) -> None:
     """Fills the pieces from a checkpoint. Collective, so that no rank goes on alone.
 
     Raises:
-        CheckpointError: it does not fit, or cannot be read; on every rank.
+        CheckpointError: it does not fit, or cannot be read; on every rank, as `error_type`.
     """
     failure: str | None = None
     try:
@@ -189,7 +197,7 @@ def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = Non
         failure = f"could not read {path}: {type(error).__name__}: {error}"
     failure = _any_failure(failure, group)
     if failure is not None:
-        raise CheckpointError(failure)
+        raise error_type(failure)
 
 
 def _message(target: Path, rank: int, error: Exception) -> str:
@@ -202,11 +210,6 @@ def _any_failure(failure: str | None, group: Any) -> str | None:
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure, group=group)
     return next((each for each in failures if each is not None), None)
-
-
-def _raise_failure(writing: _Writing) -> None:
-    if writing.failure is not None:
-        raise CheckpointError(writing.failure)
 
 
 def _copied(states: Any) -> Any:

@@ -113,7 +113,7 @@ class TransformersTrainer(TrainerBase):
             shard_model(model, groups.shard_mesh, experts=experts, expert_mesh=groups.expert_shard_mesh, compute_dtype=self._dtype)
         self._weights = Weights(model, groups, experts)
         self._optimizer: Optimizer | None = None
-        self._checkpoints = CheckpointWriter(timeout_s)
+        self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError)
         super().__init__(
             groups=ReduceGroups(data=groups.data, device=groups.device),
             processor=InputProcessor(pad_token_id=_pad_token_id(model.config, self._vocab_size)),
@@ -251,7 +251,7 @@ class TransformersTrainer(TrainerBase):
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         if self._optimizer is not None:
             self._optimizer.make_states(info.step)
-        read_checkpoint_pieces(path, self._pieces())
+        read_checkpoint_pieces(path, self._pieces(), error_type=CheckpointError)
         if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
             states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
             torch.set_rng_state(states["cpu"])
