@@ -40,14 +40,17 @@ def conform_on_rank(path: Path, sizes: dict[str, Any], saved: Path, **options: A
         trainer.close()
 
 
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "dp2": ({"dp_size": 2}, {}),
-    "fsdp2 recomputed": ({"fsdp_size": 2}, {"activation_checkpointing": True}),
+# name: sizes of the mesh, options, whether it runs by default.
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "dp2": ({"dp_size": 2}, {}, False),
+    "fsdp2 recomputed": ({"fsdp_size": 2}, {"activation_checkpointing": True}, True),
+    "ulysses2": ({"ulysses_size": 2}, {}, False),
+    "ring2": ({"cp_size": 2}, {}, False),
 }
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if row[2] else (pytest.mark.full,), id=n) for n, row in LAYOUTS.items()])
 def test_two_ranks_pass_the_conformance_suite(name: str, two_ranks: Any, qwen3: Path, tmp_path: Path) -> None:
-    sizes, options = LAYOUTS[name]
+    sizes, options, _ = LAYOUTS[name]
     two_ranks.run(conform_on_rank, qwen3, sizes, tmp_path / "saved", timeout_s=120, **options)
