@@ -80,7 +80,7 @@ def test_what_megatron_would_compute_differently_is_refused(change: dict[str, An
 
 def test_wrong_options_are_refused(checkpoint: Any, build: Any) -> None:
     path = checkpoint("qwen3")
-    with pytest.raises(ConfigError, match="mixed_precision is 'no' or 'bf16'"):
+    with pytest.raises(ConfigError, match="mixed_precision is 'no', 'bf16' or 'fp16'"):
         MegatronModel(path, mixed_precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="recompute"):
         MegatronModel(path, recompute="some")  # type: ignore[arg-type]

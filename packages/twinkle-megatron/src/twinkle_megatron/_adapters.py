@@ -29,13 +29,23 @@ class Adapter:
         dtype: of the matrices.
         seed: of A.
         sharded: shard optimizer states over data ranks.
+        loss_scale: the first one, of float16.
 
     Raises:
         ConfigError: target modules that the model does not have, or a rank that the layout cannot divide.
     """
 
     def __init__(
-        self, name: str, lora: LoraConfig, layers: Sequence[LinearLayer], chunks: Sequence[Any], dtype: torch.dtype, *, seed: int, sharded: bool
+        self,
+        name: str,
+        lora: LoraConfig,
+        layers: Sequence[LinearLayer],
+        chunks: Sequence[Any],
+        dtype: torch.dtype,
+        *,
+        seed: int,
+        sharded: bool,
+        loss_scale: float,
     ) -> None:
         self.name = name
         self.lora = lora
@@ -47,7 +57,7 @@ class Adapter:
         self._dtype = dtype
         self._chunks = [self._chunk(index, chunk.config, seed) for index, chunk in enumerate(chunks)]
         # Adapters are small: what their communication takes is not worth overlapping.
-        self.trainable = Trainable(self._chunks, dtype, sharded=sharded, overlap=False)
+        self.trainable = Trainable(self._chunks, dtype, sharded=sharded, overlap=False, loss_scale=loss_scale)
 
     @property
     def target_names(self) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from mbridge.core.util import unwrap_model
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from numpy.typing import NDArray
 
 from twinkle_data import Batch
@@ -45,6 +46,7 @@ class Engine:
         layers_per_stage: how many layers each (virtual) stage has; None: equally many.
         distributed_optimizer: shard optimizer states over data ranks (reduce-scatter and all-gather instead of all-reduce).
         overlap: reduce gradients during backward, and gather sharded parameters during forward.
+        loss_scale: the first one, of float16.
         seed: of the generators of dropout.
         timeout_s: how long a collective may wait for its peers.
     """
@@ -60,6 +62,7 @@ class Engine:
         layers_per_stage: Sequence[int] | None,
         distributed_optimizer: bool,
         overlap: bool,
+        loss_scale: float,
         seed: int,
         timeout_s: float,
     ) -> None:
@@ -67,6 +70,7 @@ class Engine:
         self._dtype = dtype
         self._distributed_optimizer = distributed_optimizer
         self._seed = seed
+        self._loss_scale = loss_scale
         self.device = torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         checked = checked_options(options)
         # A model that is forgotten instead of closed lets the layout go, too.
@@ -80,7 +84,7 @@ class Engine:
             raise
         self._bridge = bridge
         self._bare: list[Any] = bare
-        self._base = Trainable(bare, dtype, sharded=distributed_optimizer, overlap=overlap)
+        self._base = Trainable(bare, dtype, sharded=distributed_optimizer, overlap=overlap, loss_scale=loss_scale)
         self._adapters: dict[str, Adapter] = {}
         self._layers: list[LinearLayer] = []
         self._sites: dict[tuple[int, str], Site] = {}
@@ -145,7 +149,16 @@ class Engine:
                 )
             self._layers = linear_layers()
         chunks = [_bare(chunk) for chunk in self._bare]
-        adapter = Adapter(name, lora, self._layers, chunks, self._dtype, seed=self._seed, sharded=self._distributed_optimizer)
+        adapter = Adapter(
+            name,
+            lora,
+            self._layers,
+            chunks,
+            self._dtype,
+            seed=self._seed,
+            sharded=self._distributed_optimizer,
+            loss_scale=self._loss_scale,
+        )
         if not self._sites:
             here = parallel_state.get_pipeline_model_parallel_rank()
             self._sites = make_sites(chunks, [layer for layer in self._layers if layer.stage == here])
@@ -235,7 +248,12 @@ class Engine:
     def forward(self, adapter_name: str, view: View) -> TokenOutputs:
         """One micro-batch with a graph; only without a pipeline."""
         self._weigh_aux_losses([view])
-        _ = self.trainable(adapter_name).gradients
+        trainable = self.trainable(adapter_name)
+        _ = trainable.gradients
+        if self.has_experts:
+            # megatron-core's schedules, which are not used here, set it: one for all models of a process.
+            scale = 1.0 if trainable.loss_scale is None else trainable.loss_scale.value
+            MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale], device=self.device))
         (chunk,) = self._activate(adapter_name)
         chunk.train()
         outputs = self._outputs(view, self._call(chunk, view))
@@ -246,8 +264,9 @@ class Engine:
         """Backward of a loss of :meth:`forward`'s outputs."""
         self.check_loss_weight(output, batch)
         self._activate(adapter_name)
-        self.trainable(adapter_name).gradients.before_backward()
-        output.sum.backward()
+        trainable = self.trainable(adapter_name)
+        trainable.gradients.before_backward()
+        (output.sum if trainable.loss_scale is None else trainable.loss_scale.scaled(output.sum)).backward()
         self._forget_graphs()
 
     def run(self, adapter_name: str, views: Sequence[View], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
@@ -274,7 +293,9 @@ class Engine:
             return token_outputs.logprobs_BT.sum() * 0.0
 
         if compute_loss is not None:
-            self.trainable(adapter_name).gradients.before_backward()
+            trainable = self.trainable(adapter_name)
+            trainable.gradients.before_backward()
+            self._config.grad_scale_func = None if trainable.loss_scale is None else trainable.loss_scale.scaled
             self._weigh_aux_losses(views)
         chunks = self._activate(adapter_name)
         for chunk in chunks:

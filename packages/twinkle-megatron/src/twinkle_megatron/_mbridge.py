@@ -65,11 +65,15 @@ class MBridge:
     def build(self, options: Mapping[str, Any]) -> list[torch.nn.Module]:
         """This rank's model chunks, without weights."""
         family = FAMILIES.get(self._hf_config.model_type)
-        self._bridge.set_extra_args(**({} if family is None else family.options(self._hf_config)) | dict(options))
+        is_half = self._dtype is torch.float16  # mbridge 0.15.1 tells megatron-core of bfloat16 only
+        self._bridge.set_extra_args(**({} if family is None else family.options(self._hf_config)) | {"fp16": is_half} | dict(options))
         # mbridge 0.15.1 prints the number of parameters on every data-parallel rank 0.
         with contextlib.redirect_stdout(io.StringIO()):
             chunks = self._bridge.get_model(
-                weight_path=None, bf16=self._dtype is torch.bfloat16, use_cpu_initialization=bool(options.get("use_cpu_initialization"))
+                weight_path=None,
+                bf16=self._dtype is torch.bfloat16,
+                fp16=is_half,
+                use_cpu_initialization=bool(options.get("use_cpu_initialization")),
             )
         self._map = WeightMap(self._bridge, [unwrap_model(chunk) for chunk in chunks])
         return chunks

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import remote_class, remote_function
 from twinkle_sync import WeightSender
-from twinkle_train import Inputs, remote_train_methods
+from twinkle_train import Inputs, OnNonFinite, remote_train_methods
 
 from ._trainer import MegatronTrainer, MixedPrecision, Recompute
 
@@ -29,13 +29,17 @@ class MegatronModel(MegatronTrainer, WeightSender):
         model_id: a local folder with a Hugging Face checkpoint (config.json, *.safetensors).
         device_mesh: dp_size, tp_size (with sequence_parallel), pp_size, vpp_size, cp_size, ep_size and etp_size. Default: data parallel over the
             group's workers.
-        mixed_precision: 'no' (float32) or 'bf16' (parameters in bfloat16; gradients and the optimizer in float32).
+        mixed_precision: 'no' (float32), 'bf16' (parameters in bfloat16; gradients and the optimizer in float32), or 'fp16' (with loss scaling:
+            a step whose gradients overflow is skipped, and counted by `skipped_steps` of calculate_metric).
         remote_group: the device group whose workers hold the model, in mode 'ray'.
         seed: of dropout's generators. Weights come from the checkpoint, so all layouts start alike.
         recompute: None, 'selective' (attention only) or 'full': activations are computed again in backward to save memory.
         use_distributed_optimizer: shard optimizer states over the data ranks (ZeRO-1, arXiv:1910.02054).
         overlap_communication: reduce gradients while backward still runs, and, with use_distributed_optimizer, gather parameters while the next
             forward runs. Pays off where one forward_backward call makes one step; further calls that accumulate are right, but do not overlap.
+        initial_loss_scale: of 'fp16'; halved by each step that overflows, doubled after a thousand that do not.
+        on_non_finite: 'error' (NonFiniteError) or 'skip': what a loss or gradient is that is NaN or infinite. Skipped steps are counted by
+            `skipped_steps` of calculate_metric.
         layers_per_stage: how many layers each pipeline stage (or virtual stage, in the order of the layers) has; None: equally many.
         transformer_options: more fields of megatron-core's TransformerConfig, by name.
         timeout_s: how long ranks wait for one another, at start and in every collective.
@@ -56,6 +60,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
         recompute: Recompute | None = None,
         use_distributed_optimizer: bool = False,
         overlap_communication: bool = False,
+        initial_loss_scale: float = 4096.0,
+        on_non_finite: OnNonFinite = "error",
         layers_per_stage: Sequence[int] | None = None,
         transformer_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600,
@@ -69,6 +75,8 @@ class MegatronModel(MegatronTrainer, WeightSender):
             recompute=recompute,
             use_distributed_optimizer=use_distributed_optimizer,
             overlap_communication=overlap_communication,
+            initial_loss_scale=initial_loss_scale,
+            on_non_finite=on_non_finite,
             layers_per_stage=layers_per_stage,
             transformer_options=transformer_options,
             timeout_s=timeout_s,

@@ -46,6 +46,9 @@ class Optimizer:
             clip_grad=0.0,
             use_distributed_optimizer=distributed,
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
+            # The gradients that come here are no longer scaled.
+            loss_scale=1.0 if dtype is torch.float16 else None,
             params_dtype=dtype,
         )
         make = get_megatron_muon_optimizer if config.name == "muon" else get_megatron_optimizer

@@ -8,6 +8,7 @@ import torch
 from twinkle_train import CallOrderError, ConfigError, OptimizerConfig
 
 from ._gradients import Gradients
+from ._loss_scale import LossScale
 from ._optimizer import Optimizer
 
 
@@ -19,15 +20,17 @@ class Trainable:
         dtype: of the parameters.
         sharded: shard optimizer states over data ranks (reduce-scatter and all-gather instead of all-reduce).
         overlap: reduce gradients during backward, and gather sharded parameters during forward.
+        loss_scale: the first one, of float16.
     """
 
-    def __init__(self, chunks: Sequence[Any], dtype: torch.dtype, *, sharded: bool, overlap: bool) -> None:
+    def __init__(self, chunks: Sequence[Any], dtype: torch.dtype, *, sharded: bool, overlap: bool, loss_scale: float) -> None:
         self._bare = list(chunks)
         self._dtype = dtype
         self._sharded = sharded
         self._overlap = overlap
         self._gradients: Gradients | None = None
         self.optimizer: Optimizer | None = None
+        self.loss_scale: LossScale | None = LossScale(loss_scale) if dtype is torch.float16 else None
 
     @property
     def chunks(self) -> list[Any]:
@@ -55,6 +58,12 @@ class Trainable:
         """Drops all gradients."""
         if self._gradients is not None:
             self._gradients.zero()
+
+    def reduce_gradients(self) -> None:
+        """Sums gradients over the ranks that hold other data, and weights that several ranks share; the loss scale is divided out. Collective."""
+        self.gradients.reduce()
+        if self.loss_scale is not None:
+            self.gradients.scale(1 / self.loss_scale.value)
 
     def gradient_norm(self) -> float:
         """The 2-norm of the whole gradient, each weight counted once. Collective."""
@@ -88,6 +97,8 @@ class Trainable:
         assert self.optimizer is not None, "the trainer checks that there is an optimizer"
         self.optimizer.step(learning_rate)
         self.gradients.parameters_changed()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=False)
 
     def settle_parameters(self) -> None:
         """Waits for parameters that are still being gathered, before somebody reads or replaces them. Collective."""

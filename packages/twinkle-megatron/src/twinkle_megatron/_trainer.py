@@ -23,6 +23,7 @@ from twinkle_train import (
     Inputs,
     LoraConfig,
     LossOutput,
+    OnNonFinite,
     OptimizerConfig,
     Row,
     TokenOutputs,
@@ -50,10 +51,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MixedPrecision = Literal["no", "bf16"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["full", "selective"]
 
-_DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MegatronTrainer(TrainerBase):
@@ -69,12 +70,16 @@ class MegatronTrainer(TrainerBase):
         recompute: Recompute | None = None,
         use_distributed_optimizer: bool = False,
         overlap_communication: bool = False,
+        initial_loss_scale: float = 4096.0,
+        on_non_finite: OnNonFinite = "error",
         layers_per_stage: Sequence[int] | None = None,
         transformer_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600,
     ) -> None:
         if mixed_precision not in _DTYPES:
-            raise ConfigError(f"mixed_precision is 'no' or 'bf16', not {mixed_precision!r}")
+            raise ConfigError(f"mixed_precision is 'no', 'bf16' or 'fp16', not {mixed_precision!r}")
+        if not 0 < initial_loss_scale < float("inf"):
+            raise ConfigError(f"initial_loss_scale must be a positive number, got {initial_loss_scale}")
         if recompute not in (None, "full", "selective"):
             raise ConfigError(f"recompute is None, 'full' or 'selective', not {recompute!r}")
         mesh = _on_this_machine(device_mesh or DeviceMesh.from_sizes(dp_size=launcher_world_size()))
@@ -92,6 +97,8 @@ class MegatronTrainer(TrainerBase):
             "recompute": recompute,
             "use_distributed_optimizer": use_distributed_optimizer,
             "overlap_communication": overlap_communication,
+            "initial_loss_scale": initial_loss_scale,
+            "on_non_finite": on_non_finite,
             "layers_per_stage": stages,
             "transformer_options": dict(transformer_options or {}),
         }
@@ -106,6 +113,7 @@ class MegatronTrainer(TrainerBase):
             layers_per_stage=stages,
             distributed_optimizer=use_distributed_optimizer,
             overlap=overlap_communication,
+            loss_scale=initial_loss_scale,
             seed=seed,
             timeout_s=timeout_s,
         )
@@ -121,6 +129,8 @@ class MegatronTrainer(TrainerBase):
             # Experts exchange tokens between the data ranks.
             equal_micro_batches=self._engine.has_experts,
             packed_rows=True,
+            on_non_finite=on_non_finite,
+            skips_overflow=self._dtype is torch.float16,
         )
 
     # What the contract leaves to an engine.
@@ -146,7 +156,7 @@ class MegatronTrainer(TrainerBase):
         return views
 
     def _reduce_gradients(self, adapter_name: str) -> None:
-        self._engine.trainable(adapter_name).gradients.reduce()
+        self._engine.trainable(adapter_name).reduce_gradients()
 
     def _scale_gradients(self, adapter_name: str, factor: float) -> None:
         self._engine.trainable(adapter_name).gradients.scale(factor)
@@ -160,6 +170,11 @@ class MegatronTrainer(TrainerBase):
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         self._checkpoints.check(self._engine.device)
         self._engine.step(adapter_name, learning_rate)
+
+    def _step_skipped(self, adapter_name: str) -> None:
+        loss_scale = self._engine.trainable(adapter_name).loss_scale
+        if loss_scale is not None:
+            loss_scale.update(overflowed=True)
 
     def _zero_gradients(self, adapter_name: str) -> None:
         self._engine.trainable(adapter_name).zero_gradients()
@@ -206,6 +221,7 @@ class MegatronTrainer(TrainerBase):
             "model_type": self._hf_config.model_type,
             "mixed_precision": self._settings["mixed_precision"],
             "mesh": dataclasses.asdict(self._mesh),
+            "loss_scales": {name: scale.state() for name in self._states if (scale := self._engine.trainable(name).loss_scale) is not None},
         }
 
     def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
@@ -235,6 +251,8 @@ class MegatronTrainer(TrainerBase):
         read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps), error_type=CheckpointError)
         for name in steps:
             self._engine.trainable(name).pieces_filled()
+            if (scale := self._engine.trainable(name).loss_scale) is not None:
+                scale.load(info.engine["loss_scales"][name])
         if steps.keys() != read_checkpoint(path).adapters.keys():
             return  # one adapter among others: dropout of the others must not jump back
         if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
@@ -246,7 +264,9 @@ class MegatronTrainer(TrainerBase):
     # What the contract leaves to a trainer.
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
-        return super().calculate_metric(adapter_name=adapter_name) | self._engine.take_statistics()
+        loss_scale = self._engine.trainable(adapter_name).loss_scale
+        scale = {} if loss_scale is None else {"loss_scale": loss_scale.value}
+        return super().calculate_metric(adapter_name=adapter_name) | scale | self._engine.take_statistics()
 
     def record_routing(self, inputs: Inputs, micro_batch_size: int | None = None) -> list[NDArray[np.int16]]:
         """Which experts each token goes to: int16 ``[T, expert layers, k]`` a row, in the order of the layers; what

@@ -39,7 +39,7 @@ from ._rewards import ExactMatchReward, Reward, last_word
 from ._schedules import LRSchedule
 from ._state import Gradients, TrainState, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
-from ._trainer import ComputeLoss, TokenOutputs, TrainerBase
+from ._trainer import ComputeLoss, OnNonFinite, TokenOutputs, TrainerBase
 
 __all__ = [
     "AdapterProgress",
@@ -65,6 +65,7 @@ __all__ = [
     "MaxMetric",
     "Metric",
     "NonFiniteError",
+    "OnNonFinite",
     "OptimizerConfig",
     "PeerError",
     "Piece",

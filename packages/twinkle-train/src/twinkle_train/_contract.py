@@ -84,7 +84,8 @@ class TrainModel(ABC):
         log-probabilities and entropies. The loss does not depend on `micro_batch_size`.
 
         Raises CallOrderError without a loss, or after clip_grad_norm or step without zero_grad; InputError for rows that lack what the
-        loss needs; PeerError when another rank failed; NonFiniteError when the loss is not finite.
+        loss needs; PeerError when another rank failed; NonFiniteError when the loss is not finite (where the trainer skips such steps, it
+        returns the loss as it is).
         """
 
     @abstractmethod
@@ -93,14 +94,18 @@ class TrainModel(ABC):
 
         Returns the global 2-norm before clipping (after the division), each weight counted once whatever the layout. `inf` only measures.
 
-        Raises CallOrderError without gradients, InputError when no token was trained on, NonFiniteError when the norm is not finite.
+        Raises CallOrderError without gradients, InputError when no token was trained on, NonFiniteError when the norm is not finite (where the
+        trainer skips such steps, it returns the norm as it is).
         """
 
     @abstractmethod
     def step(self, *, adapter_name: str = "") -> None:
         """One optimizer step with the accumulated gradients divided by their global weight (once, also after clip_grad_norm).
 
-        Raises CallOrderError without an optimizer or gradients, or twice without zero_grad and new gradients.
+        Where the trainer skips steps whose loss or gradient is not finite, such a one changes nothing and is not counted.
+
+        Raises CallOrderError without an optimizer or gradients, or twice without zero_grad and new gradients, NonFiniteError when a gradient is not
+        finite.
         """
 
     @abstractmethod
@@ -171,7 +176,8 @@ class TrainModel(ABC):
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         """Means over all data ranks and calls since the last call, then forgets them.
 
-        `loss`, `grad_norm` (before clipping), `lr` (of the last step), and the loss's own. A name is absent when nothing was measured.
+        `loss`, `grad_norm` (before clipping), `lr` (of the last step), and the loss's own. A name is absent when nothing was measured. Where steps
+        may be skipped, `skipped_steps` is their number.
         """
 
     @abstractmethod

@@ -37,6 +37,8 @@ class TrainState(Generic[PendingT]):
     lora: how the adapter is configured; None: the base model.
     num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight.
     step: optimizer steps taken. learning_rate: the one that the next step uses.
+    non_finite: the next step is to be skipped, since a loss or gradient is NaN or infinite.
+    norm_is_known: the gradients' norm was measured, and is finite. num_skipped: steps skipped since metrics were taken.
     """
 
     adapter_name: str = ""
@@ -51,6 +53,9 @@ class TrainState(Generic[PendingT]):
     learning_rate: float = 0.0
     pending: PendingT | None = None
     totals: Totals = field(default_factory=Totals)
+    non_finite: bool = False
+    norm_is_known: bool = False
+    num_skipped: int = 0
     grad_norm: Metric = field(default_factory=lambda: Metric(0.0, 0.0))
     used_learning_rate: float | None = None
 
@@ -104,6 +109,18 @@ class TrainState(Generic[PendingT]):
         self.accumulated_weight += totals.weight
         self.num_accumulated += 1
 
+    def add_non_finite(self) -> None:
+        """Counts one backward whose loss is not finite: the step that it belongs to is skipped."""
+        self.check_can_accumulate("backward")
+        self.gradients = Gradients.SUMS
+        self.num_accumulated += 1
+        self.non_finite = True
+
+    def skip_step(self) -> None:
+        """Counts a step that is not taken; counter, schedule and learning rate stay."""
+        self.gradients = Gradients.USED
+        self.num_skipped += 1
+
     def mark_broken(self) -> None:
         """Notes that the gradients are unusable; only clear_gradients ends that."""
         self.gradients = Gradients.BROKEN
@@ -143,18 +160,24 @@ class TrainState(Generic[PendingT]):
         self.gradients = Gradients.NONE
         self.accumulated_weight = 0.0
         self.num_accumulated = 0
+        self.non_finite = self.norm_is_known = False
 
     def record(self, totals: Totals) -> None:
         """Adds a call's global totals to the metrics."""
         self.totals = self.totals.combine(totals)
 
-    def record_grad_norm(self, norm: float) -> None:
-        """Adds a step's gradient norm to the metrics; NonFiniteError when it is not finite."""
+    def check_grad_norm(self, norm: float) -> None:
+        """Raises NonFiniteError when the gradients' norm is not finite."""
         if not abs(norm) < float("inf"):
             self.mark_broken()
             raise NonFiniteError(
                 f"the gradient norm is {norm}; the weights were not changed. Look for overflow in the loss or a learning rate too high"
             )
+        self.norm_is_known = True
+
+    def record_grad_norm(self, norm: float) -> None:
+        """Adds a step's gradient norm to the metrics; NonFiniteError when it is not finite."""
+        self.check_grad_norm(norm)
         self.grad_norm = self.grad_norm.combine(Metric(norm, 1.0))
 
     def take_metrics(self) -> dict[str, float]:
@@ -166,8 +189,13 @@ class TrainState(Generic[PendingT]):
             metrics["grad_norm"] = self.grad_norm.compute()
         if self.optimizer is not None:
             metrics["lr"] = self.learning_rate if self.used_learning_rate is None else self.used_learning_rate
-        self.totals, self.grad_norm, self.used_learning_rate = Totals(), Metric(0.0, 0.0), None
+        self.totals, self.grad_norm, self.used_learning_rate, self.num_skipped = Totals(), Metric(0.0, 0.0), None, 0
         return metrics
+
+
+def is_finite(totals: Totals) -> bool:
+    """Whether neither the sum nor the weight of a loss is NaN or infinite."""
+    return abs(totals.loss_sum) < float("inf") and abs(totals.weight) < float("inf")
 
 
 def check_finite(totals: Totals) -> None:

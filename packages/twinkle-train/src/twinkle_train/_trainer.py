@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ._losses import resolve_loss
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
 from ._optimizer import OptimizerConfig
 from ._schedules import LRSchedule, ScheduleName
-from ._state import Gradients, TrainState, check_finite, state_of
+from ._state import Gradients, TrainState, check_finite, is_finite, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_totals
 
 # As torch.nn.utils.clip_grad_norm_ and megatron-core have it, so that clipped steps agree with theirs.
@@ -42,6 +42,9 @@ class TokenOutputs:
     logprobs_BT: Tensor
     entropy_BT: Tensor | None = None
 
+
+OnNonFinite = Literal["error", "skip"]
+"""What a loss or gradient that is NaN or infinite is."""
 
 ComputeLoss = Callable[[int, TokenOutputs], LossOutput]
 """What an engine calls on each micro-batch: its index and outputs to the loss whose `sum` is run backward."""
@@ -65,6 +68,8 @@ class TrainerBase(TrainModel):
     has_graph: whether `_forward` can keep a graph (False for pipelines). equal_micro_batches: whether data ranks must run equally many
     micro-batches (expert parallel and sharded models do, since they communicate inside the model). packed_rows: whether the engine keeps
     the sequences of one row apart (`Batch.sequence_ids`, `Batch.cu_seq_lens`); without it packed rows and padding-free batches are refused.
+    on_non_finite: what a loss or gradient that is NaN or infinite is: 'error' or 'skip' (the step is not taken, and `skipped_steps` of
+    calculate_metric counts it). skips_overflow: gradients that overflow are skipped whatever on_non_finite says (float16 with loss scaling).
     """
 
     def __init__(
@@ -76,12 +81,18 @@ class TrainerBase(TrainModel):
         has_graph: bool = True,
         equal_micro_batches: bool = False,
         packed_rows: bool = False,
+        on_non_finite: OnNonFinite = "error",
+        skips_overflow: bool = False,
     ) -> None:
+        if on_non_finite not in get_args(OnNonFinite):
+            raise ConfigError(f"on_non_finite is 'error' or 'skip', not {on_non_finite!r}")
         self._groups = groups
         self._alignment = alignment
         self._has_graph = has_graph
         self._equal_micro_batches = equal_micro_batches
         self._packed_rows = packed_rows
+        self._skips_losses = on_non_finite == "skip"
+        self._skips_gradients = self._skips_losses or skips_overflow
         self._template: Template | None = None
         self._states: dict[str, TrainState[PendingForward]] = {"": TrainState()}
         self.set_processor(processor)
@@ -119,6 +130,9 @@ class TrainerBase(TrainModel):
     @abstractmethod
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         """One optimizer step with the gradients as they are, without clipping or scaling them again."""
+
+    def _step_skipped(self, adapter_name: str) -> None:
+        """Called instead of `_optimizer_step` when a loss or gradient was not finite."""
 
     @abstractmethod
     def _zero_gradients(self, adapter_name: str) -> None:
@@ -180,7 +194,8 @@ class TrainerBase(TrainModel):
                 error = raised
         local = None if pending.loss_output is None else Totals.of([pending.loss_output])
         pending.totals = reduce_totals(local, self._groups, error=error)
-        state.record(pending.totals)
+        if not self._skips_losses or is_finite(pending.totals):
+            state.record(pending.totals)
         return pending.totals.loss
 
     def backward(self, *, adapter_name: str = "") -> None:
@@ -191,13 +206,18 @@ class TrainerBase(TrainModel):
         if pending.totals is None or pending.loss_output is None:
             raise CallOrderError("backward needs a loss: call calculate_loss() first")
         state.check_can_accumulate("backward")
+        skipped = self._skips_losses and not is_finite(pending.totals)
         try:
-            check_finite(pending.totals)
+            if not skipped:
+                check_finite(pending.totals)
             self._backward(adapter_name, pending.loss_output)
         except BaseException:
             state.mark_broken()
             raise
-        state.add_gradients(pending.totals)
+        if skipped:
+            state.add_non_finite()
+        else:
+            state.add_gradients(pending.totals)
         state.pending = None
 
     def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
@@ -227,12 +247,17 @@ class TrainerBase(TrainModel):
             error = raised
         try:
             totals = reduce_totals(Totals.of(losses), self._groups, error=error)
-            check_finite(totals)
+            skipped = self._skips_losses and not is_finite(totals)
+            if not skipped:
+                check_finite(totals)
         except BaseException:
             state.mark_broken()
             raise
-        state.add_gradients(totals)
-        state.record(totals)
+        if skipped:
+            state.add_non_finite()
+        else:
+            state.add_gradients(totals)
+            state.record(totals)
         return _model_output(batches, ran, len(features), totals)
 
     def clip_grad_norm(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
@@ -313,7 +338,9 @@ class TrainerBase(TrainModel):
         self._processor = processor
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
-        return self._state(adapter_name).take_metrics()
+        state = self._state(adapter_name)
+        skipped = {"skipped_steps": float(state.num_skipped)} if self._skips_gradients else {}
+        return state.take_metrics() | skipped
 
     def save_checkpoint(
         self,
@@ -412,6 +439,9 @@ class TrainerBase(TrainModel):
         return [self._processor(rows) for rows in split_micro_batches(features, micro_batch_size, count=count)]
 
     def _make_means(self, state: TrainState[PendingForward], method: str) -> None:
+        if state.non_finite and state.gradients is Gradients.SUMS:
+            state.mark_means()  # they will not be used
+            return
         divisor = state.divisor(method)
         if divisor is None:
             return
@@ -423,7 +453,12 @@ class TrainerBase(TrainModel):
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be > 0, got {max_grad_norm}; use float('inf') to measure only")
         self._make_means(state, method)
+        if state.non_finite:
+            return float("nan")
         norm = self._gradient_norm(state.adapter_name)
+        if self._skips_gradients and not abs(norm) < float("inf"):
+            state.non_finite = True
+            return norm
         state.record_grad_norm(norm)
         if norm > max_grad_norm:
             self._scale_gradients(state.adapter_name, max_grad_norm / (norm + _CLIP_EPSILON))
@@ -432,6 +467,15 @@ class TrainerBase(TrainModel):
     def _take_step(self, state: TrainState[PendingForward], method: str) -> None:
         state.require_optimizer(method)
         self._make_means(state, method)
+        if not state.non_finite and not state.norm_is_known:
+            norm = self._gradient_norm(state.adapter_name)
+            state.non_finite = self._skips_gradients and not abs(norm) < float("inf")
+            if not state.non_finite:
+                state.check_grad_norm(norm)
+        if state.non_finite:
+            self._step_skipped(state.adapter_name)
+            state.skip_step()
+            return
         self._optimizer_step(state.adapter_name, state.learning_rate)
         state.finish_step()
 
