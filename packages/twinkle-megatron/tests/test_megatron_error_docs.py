@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,10 @@ import pytest
 import twinkle_train
 
 PACKAGE = Path(__file__).parents[1] / "src" / "twinkle_megatron"
-# The writer of training checkpoints raises this package's CheckpointError.
-SHARED = [Path(twinkle_train.__file__).with_name(name) for name in ("_checkpoint_writer.py", "_torch_dist.py")]
+# The writers of checkpoints raise this package's CheckpointError.
+SHARED = [Path(twinkle_train.__file__).with_name(name) for name in ("_checkpoint_writer.py", "_hf_checkpoint.py", "_torch_dist.py")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "megatron-errors.md"
-_RAISED = re.compile(r"(Layout|Platform|Rule|ModelNotFound|UnsupportedModel|Checkpoint|Config|Input|CallOrder|Import)Error")
+_RAISED = re.compile(r"(Layout|Platform|Rule|ModelNotFound|UnsupportedModel|Checkpoint|Config|Input|CallOrder|Import)Error|(self\._)?error_type")
 # What stands for a value in a message.
 _VALUE = "\0"
 
@@ -27,17 +27,23 @@ def _text(node: ast.AST) -> str | None:
     return None
 
 
-def _messages(*, raised_only: bool) -> Iterator[tuple[str, str]]:
-    for file in [*sorted(PACKAGE.rglob("*.py")), *SHARED]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not raised_only:
-                text = _text(node)
-            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _RAISED.fullmatch(ast.unparse(node.exc.func)) and node.exc.args:
-                text = _text(node.exc.args[0])
-            else:
-                continue
+def _nodes(files: Iterable[Path]) -> Iterator[tuple[Path, ast.AST]]:
+    return ((file, node) for file in files for node in ast.walk(ast.parse(file.read_text())))
+
+
+def _texts() -> Iterator[str]:
+    """All texts of this package and of twinkle-train, which says some of its messages."""
+    files = [*PACKAGE.rglob("*.py"), *Path(twinkle_train.__file__).parent.glob("*.py")]
+    return (text for _, node in _nodes(files) if (text := _text(node)) is not None)
+
+
+def _raised() -> Iterator[tuple[str, str]]:
+    """The messages that are raised as this package's errors, with their places."""
+    for file, node in _nodes([*sorted(PACKAGE.rglob("*.py")), *SHARED]):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _RAISED.fullmatch(ast.unparse(node.exc.func)) and node.exc.args:
+            text = _text(node.exc.args[0])
             if text is not None:
-                yield f"{file.name}:{getattr(node, 'lineno', 0)}", text
+                yield f"{file.name}:{node.lineno}", text
 
 
 def _documented() -> list[str]:
@@ -60,7 +66,7 @@ if not DOCUMENT.is_file():
 
 @pytest.mark.parametrize("message", _documented())
 def test_a_documented_message_is_in_the_sources(message: str) -> None:
-    assert any(_is(message, text) for _, text in _messages(raised_only=False)), f"no message of the package reads {message!r}"
+    assert any(_is(message, text) for text in _texts()), f"no message of the package reads {message!r}"
 
 
 def test_every_message_that_is_raised_is_documented() -> None:
@@ -68,6 +74,6 @@ def test_every_message_that_is_raised_is_documented() -> None:
     assert len(documented) > 60
     # The most general of them, which fits too much.
     documented.remove(".../...: ...")
-    missing = [(place, text) for place, text in _messages(raised_only=True) if text != f"{_VALUE}/{_VALUE}: {_VALUE}" and text.strip(f"{_VALUE}: ")]
+    missing = [(place, text) for place, text in _raised() if text != f"{_VALUE}/{_VALUE}: {_VALUE}" and text.strip(f"{_VALUE}: ")]
     missing = [(place, text.replace(_VALUE, "...")) for place, text in missing if not any(_is(message, text) for message in documented)]
     assert not missing, "\n".join(f"{place}: {text}" for place, text in missing)

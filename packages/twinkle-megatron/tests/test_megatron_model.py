@@ -202,9 +202,9 @@ def test_saving_over_a_checkpoint_replaces_it_whole(checkpoint: Any, build: Any,
 def test_large_checkpoints_are_written_in_shards_that_transformers_reads(checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any) -> None:
     from transformers import AutoModelForCausalLM
 
-    from twinkle_megatron import _checkpoint
+    from twinkle_train import _hf_checkpoint
 
-    monkeypatch.setattr(_checkpoint, "MAX_SHARD_BYTES", 200_000)
+    monkeypatch.setattr(_hf_checkpoint, "MAX_SHARD_BYTES", 200_000)
     model = build(checkpoint("qwen3"))
     model.save(tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("model-*-of-*.safetensors"))) > 2
@@ -225,7 +225,7 @@ def test_large_checkpoints_are_written_in_shards_that_transformers_reads(checkpo
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_litter(
     checkpoint: Any, build: Any, tmp_path: Path, monkeypatch: Any, error: Exception, words: str
 ) -> None:
-    from twinkle_megatron import _checkpoint
+    from twinkle_train import _hf_checkpoint
 
     def full(*args: Any) -> None:
         raise error
@@ -233,7 +233,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_litter(
     model = build(checkpoint("qwen3"))
     model.save(tmp_path / "saved")
     before = (tmp_path / "saved" / "model.safetensors").read_bytes()
-    monkeypatch.setattr(_checkpoint, "_write_tensors", full)
+    monkeypatch.setattr(_hf_checkpoint, "_write_tensors", full)
     with pytest.raises(CheckpointError, match=rf"could not save to .*saved: {words}"):
         model.save(tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

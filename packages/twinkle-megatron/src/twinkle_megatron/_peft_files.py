@@ -2,17 +2,14 @@
 
 import dataclasses
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from twinkle_train import ConfigError, LoraConfig
+from twinkle_train import ConfigError, LoraConfig, staged_folder, write_on_rank_zero
 
-from ._checkpoint import replace_folder, write_on_rank_zero
 from ._errors import CheckpointError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -29,23 +26,16 @@ def save_adapter(matrices: Iterator[tuple[str, torch.Tensor]], target: Path, con
     Raises:
         CheckpointError: rank 0 could not write; on every rank, naming the cause.
     """
-    write_on_rank_zero(matrices, target, lambda: _write(matrices, target, config))
+    write_on_rank_zero(matrices, target, lambda: _write(matrices, target, config), error_type=CheckpointError)
 
 
 def _write(matrices: Iterator[tuple[str, torch.Tensor]], target: Path, config: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        folder.chmod(0o755)
+    with staged_folder(target) as folder:
         tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in matrices}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
-        replace_folder(folder, target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def read_adapter(folder: Path, lora: LoraConfig) -> dict[str, torch.Tensor]:

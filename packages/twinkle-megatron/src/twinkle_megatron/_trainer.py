@@ -19,7 +19,6 @@ from twinkle_train import (
     CheckpointWriter,
     ComputeLoss,
     ConfigError,
-    InputError,
     Inputs,
     LoraConfig,
     LossOutput,
@@ -28,6 +27,7 @@ from twinkle_train import (
     Row,
     TokenOutputs,
     TrainerBase,
+    check_same_trainer,
     generators_path,
     init_process_group,
     num_micro_batches,
@@ -35,11 +35,11 @@ from twinkle_train import (
     read_checkpoint_pieces,
     reduce_max,
     split_micro_batches,
+    write_hf_checkpoint,
 )
 
 from . import cpu
 from ._bridge import check_same_model, find_checkpoint, read_config
-from ._checkpoint import save_checkpoint
 from ._errors import CheckpointError, LayoutError, PlatformError
 from ._layout import check_divides, check_mesh
 from ._peft_files import read_adapter, save_adapter
@@ -55,6 +55,18 @@ MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["full", "selective"]
 
 _DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CARRIED_OVER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 
 class MegatronTrainer(TrainerBase):
@@ -131,6 +143,8 @@ class MegatronTrainer(TrainerBase):
             packed_rows=True,
             on_non_finite=on_non_finite,
             skips_overflow=self._dtype is torch.float16,
+            # Tensor parallelism pads the vocabulary: tokens beyond it would be looked up in rows that mean nothing.
+            vocab_size=hf_config.vocab_size,
         )
 
     # What the contract leaves to an engine.
@@ -190,13 +204,6 @@ class MegatronTrainer(TrainerBase):
 
     def _features(self, inputs: Inputs) -> list[Row]:
         features = super()._features(inputs)
-        # Tensor parallelism pads the vocabulary: tokens beyond it would be looked up in rows that mean nothing.
-        for index, feature in enumerate(features):
-            if feature.input_ids.max() >= self._hf_config.vocab_size:
-                raise InputError(
-                    f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
-                    f"{self._hf_config.vocab_size}: encode with the tokenizer of this model."
-                )
         self._rows = features
         return features
 
@@ -236,13 +243,7 @@ class MegatronTrainer(TrainerBase):
         return super().resume_from_checkpoint(path, adapter_name=adapter_name)
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
-        entries = self._checkpoint_entries()
-        for name in ("trainer", "model_type", "mixed_precision"):
-            if info.engine.get(name) != entries[name]:
-                raise CheckpointError(
-                    f"{path} was written with {name}={info.engine.get(name)!r}, this model has {entries[name]!r}: build it alike, or carry only the "
-                    "weights over with save(path) and load(path)."
-                )
+        check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         steps = {name: each.step for name, each in info.adapters.items()}
@@ -304,7 +305,14 @@ class MegatronTrainer(TrainerBase):
         if adapter_name and not merge:
             save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name))
         else:
-            save_checkpoint(self._engine.merged_weights(adapter_name), self._path, Path(path), self._dtype)
+            write_hf_checkpoint(
+                self._engine.merged_weights(adapter_name),
+                self._path,
+                Path(path),
+                self._dtype,
+                carried_over=_CARRIED_OVER,
+                error_type=CheckpointError,
+            )
 
     def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
         self._state(adapter_name)

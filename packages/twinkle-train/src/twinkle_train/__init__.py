@@ -1,7 +1,7 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
 from ._advantages import GRPOAdvantage, group_advantages
-from ._checkpoint_writer import CheckpointWriter, generators_path, read_checkpoint_pieces
+from ._checkpoint_writer import CheckpointWriter, check_same_trainer, generators_path, read_checkpoint_pieces
 from ._checkpoints import (
     AdapterProgress,
     CheckpointInfo,
@@ -26,6 +26,7 @@ from ._errors import (
     TrainError,
     UnknownAdapterError,
 )
+from ._hf_checkpoint import staged_folder, write_hf_checkpoint, write_on_rank_zero
 from ._lora import LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
@@ -82,6 +83,7 @@ __all__ = [
     "UnknownAdapterError",
     "begin_checkpoint",
     "build_torch_optimizer",
+    "check_same_trainer",
     "collect_model_output",
     "combine_metrics",
     "generators_path",
@@ -102,7 +104,10 @@ __all__ = [
     "remove_unfinished",
     "resolve_loss",
     "split_micro_batches",
+    "staged_folder",
     "state_of",
     "unfinished_path",
     "unshift_rows",
+    "write_hf_checkpoint",
+    "write_on_rank_zero",
 ]

@@ -200,6 +200,22 @@ def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = Non
         raise error_type(failure)
 
 
+def check_same_trainer(path: Path, info: CheckpointInfo, entries: Mapping[str, Any], *, error_type: type[CheckpointError] = CheckpointError) -> None:
+    """Refuses a checkpoint of another trainer, model type or precision.
+
+    entries: the engine's own, of a checkpoint that it would write now; among them 'trainer', 'model_type' and 'mixed_precision'.
+
+    Raises:
+        CheckpointError: they differ, as `error_type`.
+    """
+    for name in ("trainer", "model_type", "mixed_precision"):
+        if info.engine.get(name) != entries[name]:
+            raise error_type(
+                f"{path} was written with {name}={info.engine.get(name)!r}, this model has {entries[name]!r}: build it alike, or carry only the "
+                "weights over with save(path) and load(path)."
+            )
+
+
 def _message(target: Path, rank: int, error: Exception) -> str:
     reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
     return f"could not write {target} (rank {rank}): {reason}. Free space or choose another folder; the checkpoints before are untouched."

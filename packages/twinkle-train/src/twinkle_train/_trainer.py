@@ -69,7 +69,8 @@ class TrainerBase(TrainModel):
     micro-batches (expert parallel and sharded models do, since they communicate inside the model). packed_rows: whether the engine keeps
     the sequences of one row apart (`Batch.sequence_ids`, `Batch.cu_seq_lens`); without it packed rows and padding-free batches are refused.
     on_non_finite: what a loss or gradient that is NaN or infinite is: 'error' or 'skip' (the step is not taken, and `skipped_steps` of
-    calculate_metric counts it). skips_overflow: gradients that overflow are skipped whatever on_non_finite says (float16 with loss scaling).
+    calculate_metric counts it). vocab_size: rows with tokens from it on are refused; None: not looked at.
+    skips_overflow: gradients that overflow are skipped whatever on_non_finite says (float16 with loss scaling).
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TrainerBase(TrainModel):
         packed_rows: bool = False,
         on_non_finite: OnNonFinite = "error",
         skips_overflow: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         if on_non_finite not in get_args(OnNonFinite):
             raise ConfigError(f"on_non_finite is 'error' or 'skip', not {on_non_finite!r}")
@@ -91,6 +93,7 @@ class TrainerBase(TrainModel):
         self._has_graph = has_graph
         self._equal_micro_batches = equal_micro_batches
         self._packed_rows = packed_rows
+        self._vocab_size = vocab_size
         self._skips_losses = on_non_finite == "skip"
         self._skips_gradients = self._skips_losses or skips_overflow
         self._template: Template | None = None
@@ -429,6 +432,13 @@ class TrainerBase(TrainModel):
                 features.append(row)
             else:
                 raise InputError(f"a trainer takes InputFeature, PackedFeature or Trajectory, got {type(row).__name__}")
+        if self._vocab_size is not None:
+            for index, feature in enumerate(features):
+                if feature.input_ids.max() >= self._vocab_size:
+                    raise InputError(
+                        f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
+                        f"{self._vocab_size}: encode with the tokenizer of this model."
+                    )
         return features
 
     def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:

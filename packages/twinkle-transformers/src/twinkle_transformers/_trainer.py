@@ -21,16 +21,16 @@ from twinkle_train import (
     ComputeLoss,
     ConfigError,
     InputError,
-    Inputs,
     OptimizerConfig,
     Piece,
     ReduceGroups,
-    Row,
     TokenOutputs,
     TrainerBase,
+    check_same_trainer,
     generators_path,
     init_process_group,
     read_checkpoint_pieces,
+    write_hf_checkpoint,
 )
 
 from ._attention import Attention
@@ -42,7 +42,6 @@ from ._loading import check_same_model, find_checkpoint, load_model
 from ._logprobs import token_logprobs
 from ._optimizer import Optimizer
 from ._packing import packing_fault, takes_positions
-from ._saving import save_checkpoint
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
 from ._sharding import shard_model
 from ._weights import Weights
@@ -51,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MixedPrecision = Literal["no", "bf16"]
 
+# What a checkpoint has beside its weights: configuration, tokenizer, generation defaults, and code of its own.
+_CARRIED_OVER = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -92,7 +93,7 @@ class TransformersTrainer(TrainerBase):
         self._groups_of_mesh = groups = Groups(mesh, timeout_s)
         torch.manual_seed(seed + groups.rank)
         self._model = model = load_model(self._path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
-        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._attention, reason = _attention_of(model)
         self._packing_fault = packing_fault(model, self._attention, reason)
         self._takes_positions = takes_positions(model)
@@ -116,10 +117,11 @@ class TransformersTrainer(TrainerBase):
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError)
         super().__init__(
             groups=ReduceGroups(data=groups.data, device=groups.device),
-            processor=InputProcessor(pad_token_id=_pad_token_id(model.config, self._vocab_size)),
+            processor=InputProcessor(pad_token_id=_pad_token_id(model.config, vocab_size)),
             # Shards of weights are gathered inside the model, and tokens exchanged.
             equal_micro_batches=mesh.fsdp_size > 1 or divides_experts,
             packed_rows=True,
+            vocab_size=vocab_size,
         )
 
     # What the contract leaves to an engine.
@@ -206,16 +208,6 @@ class TransformersTrainer(TrainerBase):
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
 
-    def _features(self, inputs: Inputs) -> list[Row]:
-        features = super()._features(inputs)
-        for index, feature in enumerate(features):
-            if feature.input_ids.max() >= self._vocab_size:
-                raise InputError(
-                    f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
-                    f"{self._vocab_size}: encode with the tokenizer of this model."
-                )
-        return features
-
     # Training checkpoints.
 
     def _checkpoint_entries(self) -> dict[str, Any]:
@@ -240,13 +232,7 @@ class TransformersTrainer(TrainerBase):
         return super().resume_from_checkpoint(path, adapter_name=adapter_name)
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
-        entries = self._checkpoint_entries()
-        for name in ("trainer", "model_type", "mixed_precision"):
-            if info.engine.get(name) != entries[name]:
-                raise CheckpointError(
-                    f"{path} was written with {name}={info.engine.get(name)!r}, this model has {entries[name]!r}: build it alike, or carry only the "
-                    "weights over with save(path) and load(path)."
-                )
+        check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         if self._optimizer is not None:
@@ -269,7 +255,7 @@ class TransformersTrainer(TrainerBase):
 
     def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
         self._state(adapter_name)
-        save_checkpoint(self.iter_weights(), self._path, Path(path), self._dtype)
+        write_hf_checkpoint(self.iter_weights(), self._path, Path(path), self._dtype, carried_over=_CARRIED_OVER, error_type=CheckpointError)
 
     def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
         self._state(adapter_name)

@@ -1,10 +1,13 @@
-"""Writes a Hugging Face checkpoint from a stream of tensors: to a folder beside the target first, which then takes its place."""
+"""Writes checkpoints for others to read, of collective streams of tensors: to a folder beside the target first, which then takes its place."""
+
+from __future__ import annotations
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +17,56 @@ import torch.distributed as dist
 from ._errors import CheckpointError
 
 MAX_SHARD_BYTES = 4 << 30
-
-_CARRIED_OVER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+# What is written anew.
+_NOT_CARRIED_OVER = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-def save_checkpoint(weights: Iterator[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Writes safetensors, config.json, and the source's tokenizer files. Collective: all ranks call it, rank 0 writes.
+def write_hf_checkpoint(
+    weights: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    *,
+    carried_over: Sequence[str],
+    error_type: type[CheckpointError] = CheckpointError,
+) -> None:
+    """Writes safetensors (needs that package), config.json and files of the source. Collective: all ranks call it, rank 0 writes.
 
-    The target appears complete or not at all; one that is there is replaced only then.
+    The target appears whole or not at all; one that is there is replaced only then.
 
     Args:
         weights: the collective stream of whole tensors; iterated to its end on every rank, whatever happens.
         source: the checkpoint folder that the model came from.
         target: the folder to write.
-        dtype: of the tensors, noted in config.json.
+        dtype: of the weights, noted in config.json.
+        carried_over: patterns of the names of files that the source may have beside its weights and config.json.
 
     Raises:
-        CheckpointError: rank 0 could not write; on every rank, naming the cause.
+        CheckpointError: rank 0 could not write; on every rank, naming the cause, as `error_type`.
     """
-    write_on_rank_zero(weights, target, lambda: _write(weights, source, target, dtype))
+
+    def write() -> None:
+        with staged_folder(target) as folder:
+            _write_tensors(weights, folder)
+            config = json.loads((source / "config.json").read_text())
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            for pattern in carried_over:
+                for file in sorted(source.glob(pattern)):
+                    if file.name not in _NOT_CARRIED_OVER:
+                        shutil.copyfile(file, folder / file.name)
+
+    write_on_rank_zero(weights, target, write, error_type=error_type)
 
 
-def write_on_rank_zero(weights: Iterator[Any], target: Path, write: Callable[[], None]) -> None:
+def write_on_rank_zero(
+    stream: Iterator[Any], target: Path, write: Callable[[], None], *, error_type: type[CheckpointError] = CheckpointError
+) -> None:
     """Runs what writes a collective stream to the target, on rank 0; the other ranks iterate along.
 
     Raises:
-        CheckpointError: rank 0 could not write; on every rank, naming the cause.
+        CheckpointError: rank 0 could not write; on every rank, naming the cause, as `error_type`.
     """
     failure: list[str | None] = [None]
     cause: Exception | None = None
@@ -61,29 +77,24 @@ def write_on_rank_zero(weights: Iterator[Any], target: Path, write: Callable[[],
             cause = error
             reason = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             failure = [f"could not save to {target.absolute()}: {reason}. Free space or choose another folder; nothing was replaced."]
-    for _ in weights:
+    for _ in stream:
         # The other ranks, and rank 0 after an error: leaving the stream early would hang its peers.
         pass
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise CheckpointError(failure[0]) from cause
+        raise error_type(failure[0]) from cause
 
 
-def _write(weights: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path, dtype: torch.dtype) -> None:
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, which takes the target's place at the end of the block; an error in it removes the folder instead."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         folder.chmod(0o755)
-        _write_tensors(weights, folder)
-        config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in _CARRIED_OVER:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
-        replace_folder(folder, target)
-    except BaseException:
+        yield folder
+        _replace(folder, target)
+    except BaseException:  # Ctrl-C too leaves no litter
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -116,15 +127,14 @@ def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, t
         if shard and size + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
             shard, size = {}, 0
-        # A copy of its own: safetensors refuses tensors that are parts of one storage, as gate and up are here.
+        # A copy of its own: safetensors refuses tensors that are parts of one storage, as gate and up, or the experts of a layer, can be.
         shard[name] = tensor.to("cpu", copy=True).contiguous()
         size += tensor.nbytes
     if shard:
         yield shard
 
 
-def replace_folder(folder: Path, target: Path) -> None:
-    """Lets a finished folder take the target's place."""
+def _replace(folder: Path, target: Path) -> None:
     if not target.exists():
         os.rename(folder, target)
         return
