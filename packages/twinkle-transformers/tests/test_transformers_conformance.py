@@ -33,8 +33,11 @@ def conform_on_rank(path: Path, sizes: dict[str, Any], saved: Path, **options: A
     mesh = DeviceMesh.from_sizes(device_type="cpu", **sizes)
     rank = int(os.environ["RANK"])
     trainer = TransformersTrainer(path, mesh, **options)
+
+    def share_of(number: int) -> slice:
+        return mesh.get_slice(number, rank)
+
     try:
-        share_of = lambda number: mesh.get_slice(number, rank)  # noqa: E731
         conformance.run_all(trainer, ReferenceTrainer(path), saved, share_of=share_of, main=rank == 0)
     finally:
         trainer.close()

@@ -192,7 +192,7 @@ def _check_answers(address: str, timeout_s: float) -> None:
         while not answered.is_set():
             try:
                 GcsClient(address=found)
-            except Exception as error:  # of several types
+            except ray.exceptions.RayError as error:
                 failures.append(error)
                 if _is_refusal(error) or given_up.wait(_KNOCK_S):
                     return

@@ -77,8 +77,8 @@ class Adapters:
         try:
             if not engine.add_lora(request) or number not in engine.list_loras():
                 raise AdapterRefused("vLLM did not take it")
-        except Exception as error:
-            with suppress(Exception):
+        except Exception as error:  # of whatever type vLLM finds the adapter wrong with
+            with suppress(Exception):  # it may not have got so far as to have it; the first error is the one to tell
                 engine.remove_lora(number)
             raise AdapterRefused(f"adapter {name!r}: {error}") from error
         self._loaded[name] = Adapter(request, version, files)

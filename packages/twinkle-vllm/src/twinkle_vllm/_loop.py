@@ -108,7 +108,7 @@ class EngineLoop:
         with self.exclusive():
             try:
                 load()
-            except BaseException as error:
+            except BaseException as error:  # an interruption too leaves weights that are neither old nor new
                 self._abort(self.unfinished, WeightsUnavailable(f"loading weights version {version} failed ({type(error).__name__}: {error})"))
                 raise
             self._engine.llm_engine.set_weight_version(str(version))
@@ -201,7 +201,7 @@ class EngineLoop:
                     outputs = self._engine.llm_engine.step() if self._running else []
                 for output in outputs:
                     self._deliver(output)
-            except BaseException as error:
+            except BaseException as error:  # the edge of a thread: whoever waits for a request hears of it
                 self._fail(error)
             finally:
                 with self._condition:
