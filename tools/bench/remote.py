@@ -217,6 +217,11 @@ class StubHost:
     trace = None
     token = ""
 
+    def __init__(self) -> None:
+        from twinkle_remote._ray_gate import Gate
+
+        self.gate = Gate()
+
     def known_splits(self) -> tuple[int, ...]:
         return (2, 4)
 
@@ -328,7 +333,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("calls", "batch", "chain", "nodes", "plan", "import"))
     parser.add_argument("--soak", nargs="?", type=int, const=10_000, default=None, metavar="CALLS")
     options = parser.parse_args()
-    wanted = lambda name: options.soak is None and options.only in (None, name)  # noqa: E731
+
+    def wanted(name: str) -> bool:
+        return options.soak is None and options.only in (None, name)
+
     if any(map(wanted, ("calls", "batch", "chain", "plan", "import"))):
         print(f"{'':44} {'raw Ray':>12} {'twinkle':>12} {'ratio':>9}")
     if options.soak is not None or any(map(wanted, ("calls", "batch", "chain"))):
