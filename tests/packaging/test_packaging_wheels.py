@@ -27,6 +27,8 @@ NOT_INSTALLED = {
     "twinkle-megatron": ("ray", "vllm"),
     "twinkle-transformers": ("ray", "vllm", "megatron"),
     "twinkle-vllm": ("ray", "vllm", "megatron"),
+    "twinkle-client": ("torch", "ray", "transformers", "peft", "numpy", "pandas", "fastapi"),
+    "twinkle-server": ("ray", "transformers", "megatron", "vllm"),
     "twinkle-rl": ("ray", "transformers", "megatron", "vllm", "matplotlib"),
 }
 

@@ -21,6 +21,8 @@ NOT_LOADED = {
     "twinkle-megatron": ("ray", "vllm"),
     "twinkle-transformers": ("ray", "vllm", "megatron"),
     "twinkle-vllm": ("ray", "vllm", "megatron", "transformers"),
+    "twinkle-client": ("torch", "ray", "transformers", "peft", "numpy", "pandas", "fastapi"),
+    "twinkle-server": ("torch", "ray", "transformers", "megatron", "vllm"),
     "twinkle-rl": ("torch", "ray", "transformers", "megatron", "vllm", "matplotlib"),
 }
 

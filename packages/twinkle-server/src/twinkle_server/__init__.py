@@ -1,0 +1,3 @@
+"""The Twinkle training service: REST, and the Tinker protocol, over trainers and samplers."""
+
+__all__: list[str] = []
