@@ -1,3 +1,6 @@
 """The client of the Twinkle training service: `TwinkleClient` and the wire types."""
 
-__all__: list[str] = []
+from . import types
+from ._errors import ClientError
+
+__all__ = ["ClientError", "types"]
