@@ -72,7 +72,7 @@ def test_a_token_outside_the_vocabulary_is_refused(checkpoint: Any, made: Any) -
 
 # Which models let the sequences of a row see one another, and what is said about it.
 LEAKS = {
-    "qwen3_next": r"tokens of one sequence reach the next one of the row in Qwen3NextForCausalLM \(look at Qwen3NextGatedDeltaNet\)",
+    "olmo_hybrid": r"tokens of one sequence reach the next one of the row in OlmoHybridForCausalLM \(look at OlmoHybridGatedDeltaNet\)",
     "mamba": "MambaForCausalLM.* has attention of its own|MambaForCausalLM.forward has no position_ids",
     "falcon": "FalconForCausalLM has attention of its own, not from transformers' AttentionInterface",
     "bloom": "BloomForCausalLM has attention of its own|BloomForCausalLM.forward has no position_ids",

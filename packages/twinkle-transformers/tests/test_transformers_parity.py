@@ -85,6 +85,17 @@ def _break(trainer: Any, fault: str | None, stack: ExitStack) -> None:
         _expert_parallel.preprocess = lambda index, number, group: own((index + number // 2) % number, number, group)
     elif fault == "no sum over expert replicas":
         groups.expert_replicas = None
+    elif fault in ("states go on", "columns in another order"):
+        logits = trainer._logits
+
+        def wrong(runs: Any) -> Any:
+            return (
+                dataclasses.replace(runs, bounds=(0, runs.bounds[-1]))
+                if fault == "states go on"
+                else (dataclasses.replace(runs, place_BT=runs.place_BT.flip(1)))
+            )
+
+        trainer._logits = lambda inputs: logits(dataclasses.replace(inputs, runs=wrong(inputs.runs)))
     elif fault == "sequences see one another":
         of = trainer._attention.of
         trainer._attention.of = lambda rows: of(dataclasses.replace(rows, sequence_ids_BT=None, segments=()))
@@ -113,6 +124,7 @@ def worst(results: list[dict[str, Any]], forms: Any, want: dict[str, Any]) -> tu
     return max(ratios), found
 
 
+STATES, ORDER = "states go on", "columns in another order"
 LEAK, APART = "sequences see one another", "shares stay apart"
 ALL = tuple(FORMS)
 # What a family's name may stand for: the family, and sizes that differ from those of the zoo.
@@ -148,6 +160,14 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "one, recomputed": (1, "mistral", {}, {"activation_checkpointing": True}, ("free", "packed"), LEAK, True),
     "one gpt_oss": (1, "gpt_oss", {}, {}, ("left", "free", "packed"), LEAK, True),
     "one afmoe": (1, "afmoe", {}, {}, ("left", "free", "packed"), LEAK, True),
+    "one qwen3_next": (1, "qwen3_next", {}, {}, ("left", "free", "packed"), STATES, True),
+    "one qwen3_5_text, recomputed": (1, "qwen3_5_text", {}, {"activation_checkpointing": True}, ("right", "packed"), STATES, False),
+    "fsdp2 qwen3_5_text": (2, "qwen3_5_text", {"fsdp_size": 2}, {}, ("packed",), STATES, False),
+    "ulysses2 qwen3_next, recomputed": (2, "qwen3_next", ULYSSES, {"activation_checkpointing": True}, ALL, ORDER, True),
+    "ring2 qwen3_5_text": (2, "qwen3_5_text", RING, {}, ("right", "packed"), ORDER, True),
+    "ulysses2 ring2 qwen3_next": (4, "qwen3_next", {"ulysses_size": 2, "cp_size": 2}, {}, ALL, ORDER, False),
+    "ep2 ulysses2 qwen3_5_moe_text": (2, "qwen3_5_moe_text", {**ULYSSES, "ep_size": 2}, {}, ("left", "packed"), WRONG, False),
+    "ep2 qwen3_5_moe_text": (2, "qwen3_5_moe_text", EP, {}, ("free",), STATES, False),
     "dp2": (2, "qwen3", {"dp_size": 2}, {}, ("right", "packed"), "no sum over replicas", True),
     "fsdp2": (2, "qwen3", {"fsdp_size": 2}, {}, ("right", "packed"), "norm of one shard", True),
     "fsdp2, recomputed": (2, "llama", {"fsdp_size": 2}, {"activation_checkpointing": True}, ("free",), "means of shards, not sums", True),

@@ -71,7 +71,8 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(two_ranks: Any, check
     cases: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         ("qwen3", ulysses, {"attn_implementation": "somebodys"}, "UnsupportedModelError: .* 'somebodys' of Qwen3ForCausalLM is not known"),
         ("falcon", ulysses, {}, "UnsupportedModelError: .* FalconForCausalLM has attention of its own"),
-        ("qwen3_next", ulysses, {}, "UnsupportedModelError: sequences cannot be divided over ranks: .* Qwen3NextForCausalLM"),
+        ("olmo_hybrid", ulysses, {}, "UnsupportedModelError: sequences cannot be divided over ranks: .* OlmoHybridForCausalLM"),
+        ("qwen3_next odd", ulysses, {}, "LayoutError: the 3 value heads of Qwen3NextGatedDeltaNet cannot be divided over 2 ranks"),
         (
             "mistral",
             ring,
@@ -83,7 +84,9 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(two_ranks: Any, check
         ("qwen3", ulysses, {"sequence_parallel": {"ulysses_size": 3}}, "LayoutError: ulysses_size=3 must divide the 2 ranks .* 4 attention heads"),
         ("qwen3", ulysses, {"sequence_parallel": {"enabled": False}}, "ConfigError: sequence parallelism is not enabled, but the mesh divides"),
     ]
-    for messages in two_ranks.run(refusals, [(checkpoint(family), sizes, options) for family, sizes, options, _ in cases]):
+    odd = {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
+    paths = {family: checkpoint(family.split()[0], **(odd if " " in family else {})) for family, *_ in cases}
+    for messages in two_ranks.run(refusals, [(paths[family], sizes, options) for family, sizes, options, _ in cases]):
         for message, (family, _, _, want) in zip(messages, cases, strict=True):
             assert re.match(want, message), (family, message)
 

@@ -27,6 +27,13 @@ _LATENT: dict[str, Any] = {
 }
 _ROUTED: dict[str, Any] = {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_mtp_layers": 0}
 _CHOSEN: dict[str, Any] = {"num_experts_per_tok": 2}
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 # model_type: what is special about it here.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -59,16 +66,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, **_CHOSEN},
     "deepseek_v3": {**_LATENT, **_ROUTED, **_CHOSEN, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
     "glm4_moe": {**_ROUTED, **_CHOSEN, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.3},
-    # Models whose sequences do not stay apart, each for another reason.
-    "qwen3_next": {
-        "num_experts": 0,
+    "qwen3_next": {"num_experts": 0, "head_dim": 16, **_LINEAR},
+    "qwen3_5_text": {"head_dim": 16, **_LINEAR},
+    "qwen3_5_moe_text": {
         "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        **_CHOSEN,
+        **_LINEAR,
     },
+    # Models whose sequences do not stay apart, each for another reason.
+    "olmo_hybrid": {**_LINEAR, "linear_num_key_heads": 4},
     "mamba": {"state_size": 8},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "bloom": {"n_head": 4, "n_layer": 2},

@@ -121,7 +121,17 @@ class Batch:
         Raises:
             FormatError: an array of another shape.
         """
-        sequences = self.unshift_sequences(array)
+        return self._by_feature(self.unshift_sequences(array))
+
+    def split_features(self, array: NDArray[Any]) -> list[NDArray[Any]]:
+        """Values of an array `[B, T, ...]`, unshifted, as one array a collated feature; those of several sequences one after another.
+
+        Raises:
+            FormatError: an array of another shape.
+        """
+        return self._by_feature(self.split(array))
+
+    def _by_feature(self, sequences: list[NDArray[Any]]) -> list[NDArray[Any]]:
         if not self.is_packed:
             return sequences
         bounds = np.flatnonzero(np.diff(self.feature_ids)) + 1

@@ -185,6 +185,7 @@ class ModelOutput:
         loss_weight: the weight that the mean was divided by.
         logprobs: for each sequence float32 `[T]`, aligned with its `input_ids` (index 0 is 0).
         entropy: the same of the predictive distribution's entropy, in nats.
+        router_logits: for each sequence float32 `[T, layers, experts]`, of its own tokens; None unless the trainer was asked to keep them.
         metrics: plain numbers, reduced over all ranks.
     """
 
@@ -192,6 +193,7 @@ class ModelOutput:
     loss_weight: float = 0.0
     logprobs: list[NDArray[np.float32]] | None = None
     entropy: list[NDArray[np.float32]] | None = None
+    router_logits: list[NDArray[np.float32]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

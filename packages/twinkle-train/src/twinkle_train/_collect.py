@@ -19,7 +19,7 @@ def collect_model_output(all_results: Sequence[ModelOutput], device_mesh: Device
 
     all_results: one a worker, in order of rank. device_mesh: the trainer's mesh; without one every worker holds its own data.
 
-    The per-sequence lists (`logprobs`, `entropy`) are joined in the order of the data, taking one worker of each data group (its
+    The per-sequence lists (`logprobs`, `entropy`, `router_logits`) are joined in the order of the data, taking one worker of each data group (its
     last pipeline stage, rank 0 of tp, cp and ulysses). Loss, weight and metrics are the same on every worker, since a trainer
     reduces them: the first one's are kept.
 
@@ -35,6 +35,7 @@ def collect_model_output(all_results: Sequence[ModelOutput], device_mesh: Device
         chosen[0],
         logprobs=_joined("logprobs", [result.logprobs for result in chosen]),
         entropy=_joined("entropy", [result.entropy for result in chosen]),
+        router_logits=_joined("router_logits", [result.router_logits for result in chosen]),
     )
 
 

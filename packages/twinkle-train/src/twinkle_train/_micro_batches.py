@@ -103,3 +103,11 @@ def unshift_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: i
     for batch, value_BT in zip(batches, values, strict=True):
         rows += batch.unshift(value_BT.detach().float().cpu().numpy())
     return rows[:num_rows]
+
+
+def split_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: int) -> list[NDArray[np.float32]]:
+    """Values of the tokens themselves, ``[B, T, ...]`` a batch, as one numpy array ``[T, ...]`` a row, without the untrained copies at the end."""
+    rows: list[NDArray[np.float32]] = []
+    for batch, value in zip(batches, values, strict=True):
+        rows += batch.split_features(value.detach().float().cpu().numpy())
+    return rows[:num_rows]

@@ -22,7 +22,7 @@ from ._errors import CallOrderError, CheckpointError, ConfigError, InputError
 from ._lora import HasToDict, LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
-from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
+from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, split_rows, unshift_rows
 from ._optimizer import OptimizerConfig
 from ._schedules import LRSchedule, ScheduleName
 from ._state import Gradients, TrainState, check_finite, is_finite, state_of
@@ -37,10 +37,12 @@ class TokenOutputs:
     """What an engine makes of one micro-batch's logits, gathered over tensor and context parallel ranks; [B, T] of the batch.
 
     logprobs_BT: of `batch.targets` at `batch.temperature`, fp32, with a graph where one is wanted. entropy_BT: in nats, no graph.
+    router_logits_BTLE: of the L layers with E experts, no graph; None unless they are to be returned.
     """
 
     logprobs_BT: Tensor
     entropy_BT: Tensor | None = None
+    router_logits_BTLE: Tensor | None = None
 
 
 OnNonFinite = Literal["error", "skip"]
@@ -503,12 +505,14 @@ def _compute(loss: Loss, batch: Batch, outputs: TokenOutputs) -> LossOutput:
 
 def _model_output(batches: Sequence[Batch], outputs: Sequence[TokenOutputs] | None, num_rows: int, totals: Totals | None = None) -> ModelOutput:
     entropies = [each.entropy_BT for each in outputs or () if each.entropy_BT is not None]
+    router_logits = [each.router_logits_BTLE for each in outputs or () if each.router_logits_BTLE is not None]
     with torch.no_grad():
         return ModelOutput(
             loss=None if totals is None else totals.loss,
             loss_weight=0.0 if totals is None else totals.weight,
             logprobs=None if outputs is None else unshift_rows(batches, [each.logprobs_BT for each in outputs], num_rows),
             entropy=unshift_rows(batches, entropies, num_rows) if entropies else None,
+            router_logits=split_rows(batches, router_logits, num_rows) if router_logits else None,
             metrics={} if totals is None else totals.metric_values(),
         )
 

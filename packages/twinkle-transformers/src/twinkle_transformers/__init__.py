@@ -2,14 +2,17 @@
 
 from ._errors import CheckpointError, LayoutError, ModelNotFoundError, TransformersError, UnsupportedModelError
 from ._expert_parallel import ExpertParallelConfig, apply_expert_parallel, patch_forward, router_logits, shard_experts
+from ._gated_delta import GatedDeltaNetPaddingFreePatch, Qwen3_5GatedDeltaNetUlyssesPatch
 from ._model import TransformersModel
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
 
 __all__ = [
     "CheckpointError",
     "ExpertParallelConfig",
+    "GatedDeltaNetPaddingFreePatch",
     "LayoutError",
     "ModelNotFoundError",
+    "Qwen3_5GatedDeltaNetUlyssesPatch",
     "SequenceParallel",
     "SequenceParallelConfig",
     "SequenceParallelStrategy",

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from ._errors import UnsupportedModelError
+from ._gated_delta import RUNS
 
 # Implementations that take a mask, and those that take bounds of segments.
 _MASKED = ("eager", "sdpa", "flex_attention")
@@ -122,6 +123,7 @@ class Attention:
         return Plan(rows=rows, mask=make(mask_function=mask_function, **options))
 
     def _attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> Result:
+        options.pop(RUNS, None)  # for other layers
         if self.base == "sdpa" and options.get("softcap") is not None:
             # transformers 5.19's sdpa drops it without a word.
             raise UnsupportedModelError(f"{type(module).__name__} caps its attention scores, which 'sdpa' cannot do: set attn_implementation='eager'")

@@ -215,7 +215,7 @@ def expert_blocks(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(getattr(module, "experts", None), nn.Module):
             experts_of(module)
-            _router_of(module)
+            router_of(module)
             yield module
 
 
@@ -242,16 +242,24 @@ def _num_experts(experts: nn.Module) -> int:
     return len(experts) if isinstance(experts, nn.ModuleList) else int(experts.num_experts)  # pyright: ignore[reportArgumentType]
 
 
-def _router_of(block: nn.Module) -> nn.Module:
+def router_of(block: nn.Module) -> nn.Module:
+    """A block's gate or router; UnsupportedModelError when it has neither."""
     for name in ("gate", "router"):
         if isinstance(router := getattr(block, name, None), nn.Module):
             return router
     raise UnsupportedModelError(f"{type(block).__name__} has experts, but neither a gate nor a router")
 
 
+def logits_of(out: Any) -> torch.Tensor:
+    """A router's logits among what it returns: first, or, behind the chosen experts and their weights, last."""
+    if isinstance(out, torch.Tensor):
+        return out
+    return out[0] if out[0].is_floating_point() else out[-1]
+
+
 def _patch_router(block: nn.Module, config: ExpertParallelConfig) -> None:
     """Runs the router in the stated type, whatever type its weights are gathered in, and keeps its logits if asked."""
-    router, dtype = _router_of(block), _DTYPES[config.router_dtype]
+    router, dtype = router_of(block), _DTYPES[config.router_dtype]
     own_forward, inside = router.forward, False
 
     def forward(*inputs: Any) -> Any:
@@ -265,7 +273,7 @@ def _patch_router(block: nn.Module, config: ExpertParallelConfig) -> None:
         finally:
             inside = False
         if config.keep_router_logits:
-            router._twinkle_router_logits = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportArgumentType]
+            router._twinkle_router_logits = logits_of(out)  # pyright: ignore[reportArgumentType]
         return out
 
     router.forward = forward
@@ -281,7 +289,7 @@ def _module_list_forward(block: nn.Module, route: Callable[..., torch.Tensor], *
 
     def forward(hidden: torch.Tensor) -> Any:
         hidden_TH = hidden.reshape(-1, hidden.shape[-1])
-        logits_TE = _router_of(block)(hidden_TH)
+        logits_TE = router_of(block)(hidden_TH)
         weights_TK, index_TK = torch.topk(logits_TE.float().softmax(-1), attributes.top_k, dim=-1)
         if getattr(block, "norm_topk_prob", True):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -299,10 +307,10 @@ def _module_list_forward(block: nn.Module, route: Callable[..., torch.Tensor], *
 def _check_understood(block: nn.Module, num_experts: int) -> None:
     """UnsupportedModelError unless the four stages, on this rank alone, give what the block itself gives."""
     experts = experts_of(block)
-    if isinstance(experts, nn.ModuleList) and (not isinstance(_router_of(block), nn.Linear) or not hasattr(block, "top_k")):
+    if isinstance(experts, nn.ModuleList) and (not isinstance(router_of(block), nn.Linear) or not hasattr(block, "top_k")):
         raise UnsupportedModelError(f"{type(block).__name__} has a ModuleList of experts, but no linear gate or no top_k: how it routes is not known")
     want = _output(block)
-    patched, router = experts if not isinstance(experts, nn.ModuleList) else block, _router_of(block)
+    patched, router = experts if not isinstance(experts, nn.ModuleList) else block, router_of(block)
     kept = [(module, module.__dict__.get("forward")) for module in (patched, router)]
     try:
         patch_forward(block, ExpertParallelConfig(keep_router_logits=False), None, num_experts)
@@ -330,7 +338,7 @@ def _returns_logits(block: nn.Module) -> bool:
 def _run(block: nn.Module) -> Any:
     """The block on a few tokens, the same every time and everywhere."""
     parameter = next(block.parameters())
-    hidden_size = next(_router_of(block).parameters()).shape[-1]
+    hidden_size = next(router_of(block).parameters()).shape[-1]
     tokens = torch.randn(1, 16, hidden_size, generator=torch.Generator().manual_seed(0)).to(parameter)
     training = block.training
     block.eval()

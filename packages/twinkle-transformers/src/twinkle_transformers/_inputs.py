@@ -13,19 +13,23 @@ from numpy.typing import NDArray
 from twinkle_data import Batch
 
 from ._attention import Rows
+from ._gated_delta import Runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """What the model and the loss of its logits take, on their device; all ``[B, T]``.
 
-    rows: for the model's attention. padding_mask_BT: 1 where a token is real; for other layers, and for models whose attention is their own.
+    rows: for the model's attention. runs: for its recurrent layers. padding_mask_BT: 1 where a token is real; for other layers, and for models
+    whose attention is their own. counted_BT: 1 where a token is of a sequence that is trained on; for the routers' losses and counts.
     """
 
     rows: Rows
+    runs: Runs
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
     padding_mask_BT: torch.Tensor
+    counted_BT: torch.Tensor
     targets_BT: torch.Tensor
     temperature_BT: torch.Tensor
 
@@ -38,16 +42,15 @@ def model_inputs(batch: Batch, device: torch.device) -> ModelInputs:
 
     # Padding behind a row's only sequence is seen by nothing; all else needs to be told apart.
     plain = not batch.is_packed and bool(batch.valid[:, 0].all())
-    rows = Rows(
-        shape=batch.input_ids.shape,
-        sequence_ids_BT=None if plain else tensor(batch.sequence_ids),
-        segments=() if plain else tuple(segment_bounds(batch).tolist()),
-    )
+    bounds = tuple(segment_bounds(batch).tolist())
+    ids_BT = None if plain else tensor(batch.sequence_ids)
     return ModelInputs(
-        rows=rows,
+        rows=Rows(shape=batch.input_ids.shape, sequence_ids_BT=ids_BT, segments=() if plain else bounds),
+        runs=Runs(bounds=bounds),
         input_ids_BT=tensor(batch.input_ids),
         position_ids_BT=tensor(batch.position_ids),
         padding_mask_BT=tensor(batch.valid.astype(np.int64)),
+        counted_BT=tensor(counted_tokens(batch)),
         targets_BT=tensor(batch.targets),
         temperature_BT=tensor(batch.temperature),
     )
@@ -60,3 +63,9 @@ def segment_bounds(batch: Batch) -> NDArray[np.int64]:
     begins = np.ones((num_rows, columns), dtype=bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return np.append(np.flatnonzero(begins), num_rows * columns)
+
+
+def counted_tokens(batch: Batch) -> NDArray[np.int64]:
+    """1 where a token is of a sequence of which some token is trained on, ``[B, T]``."""
+    trained = np.unique(batch.sequence_ids[batch.loss_mask > 0])
+    return (batch.valid & np.isin(batch.sequence_ids, trained)).astype(np.int64)

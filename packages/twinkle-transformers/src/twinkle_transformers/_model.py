@@ -34,7 +34,11 @@ class TransformersModel(TransformersTrainer, WeightSender):
         attn_implementation: 'eager', 'sdpa', 'flex_attention' or 'flash_attention_2' ...; None: what transformers takes for the model.
         sequence_parallel: how rows are divided over the mesh's ulysses_size x cp_size ranks; None: Ulysses as far as heads divide, ring for the rest,
             and the loss from gathered log-probabilities.
-        expert_parallel: how experts are divided over the mesh's ep_size ranks; None: routers in float32.
+        expert_parallel: how experts are divided over the mesh's ep_size ranks, and how routers compute, also where they are not divided; with
+            keep_router_logits outputs have `router_logits`. None: divided experts have routers in float32, and nothing is kept.
+        router_aux_loss_coef: by how much the load-balancing loss that transformers has for the model is added; of all rows of a
+            call, whatever the layout and micro-batches. None: what the checkpoint's config says where it has output_router_logits, else 0.
+        router_z_loss_coef: by how much the router z-loss is added.
         trust_remote_code: run code that is in the checkpoint's folder.
         timeout_s: how long ranks wait for one another, at start and in every collective.
 
@@ -55,6 +59,8 @@ class TransformersModel(TransformersTrainer, WeightSender):
         attn_implementation: str | None = None,
         sequence_parallel: SequenceParallelConfig | None = None,
         expert_parallel: ExpertParallelConfig | None = None,
+        router_aux_loss_coef: float | None = None,
+        router_z_loss_coef: float = 0.0,
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -68,6 +74,8 @@ class TransformersModel(TransformersTrainer, WeightSender):
             attn_implementation=attn_implementation,
             sequence_parallel=sequence_parallel,
             expert_parallel=expert_parallel,
+            router_aux_loss_coef=router_aux_loss_coef,
+            router_z_loss_coef=router_z_loss_coef,
             trust_remote_code=trust_remote_code,
             timeout_s=timeout_s,
         )

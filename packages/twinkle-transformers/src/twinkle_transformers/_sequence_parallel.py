@@ -23,8 +23,9 @@ from ._attention import Attention, AttentionFunction, Plan, Result, Rows
 from ._collectives import all_to_all, gather_for_same_loss
 from ._columns import Columns, divide
 from ._errors import LayoutError, UnsupportedModelError
+from ._gated_delta import RUNS, GatedDeltaNetPaddingFreePatch, Qwen3_5GatedDeltaNetUlyssesPatch, Runs, gated_delta_layers
 from ._groups import Groups
-from ._inputs import ModelInputs
+from ._inputs import ModelInputs, counted_tokens, segment_bounds
 from ._packing import packing_fault
 from ._ring import ring_attention
 
@@ -63,7 +64,7 @@ class SequenceParallel:
     def __init__(self, *, ranks: int, rank: int, ulysses_size: int, group: Any, ulysses_group: Any, ring_group: Any, device: torch.device) -> None:
         self.ranks, self.rank, self.device = ranks, rank, device
         self.ulysses_size, self.ring_size = ulysses_size, ranks // ulysses_size
-        self._group, self._ulysses, self._ring = group, ulysses_group, ring_group
+        self.group, self._ulysses, self._ring = group, ulysses_group, ring_group
 
     def split(self, batch: Batch) -> tuple[ModelInputs, Columns]:
         """Pads a batch and gives this rank's part of it, and where all of it went. Targets were shifted by the collator, before."""
@@ -78,11 +79,14 @@ class SequenceParallel:
         shape = (len(own_BL), own_BL.shape[1] * self.ulysses_size)
         ids = None if plain else torch.as_tensor(_take(batch.sequence_ids, self._of_group(columns), -1), device=self.device)
         rows = Rows(shape=shape, sequence_ids_BT=ids, segments=() if plain else columns.segments)
+        place_BT, order_BP = (torch.as_tensor(array, device=self.device) for array in (columns.place_BT, columns.order_BP))
         inputs = ModelInputs(
             rows=rows,
+            runs=Runs(bounds=tuple(segment_bounds(batch).tolist()), place_BT=place_BT, order_BP=order_BP),
             input_ids_BT=part(batch.input_ids, 0),
             position_ids_BT=part(batch.position_ids, 0),
             padding_mask_BT=part(batch.valid.astype(np.int64), 0),
+            counted_BT=part(counted_tokens(batch), 0),
             targets_BT=part(batch.targets, 0),
             temperature_BT=part(batch.temperature, 1),
         )
@@ -90,7 +94,7 @@ class SequenceParallel:
 
     def gather(self, values: torch.Tensor, columns: Columns) -> torch.Tensor:
         """Values ``[B, L, ...]`` of all ranks as the batch has them, ``[B, T, ...]``. Every rank must make the same of it."""
-        whole = gather_for_same_loss(values, 1, self._group)
+        whole = gather_for_same_loss(values, 1, self.group)
         place = torch.as_tensor(columns.place_BT, device=values.device)
         return whole[torch.arange(len(whole), device=values.device)[:, None], place]
 
@@ -180,6 +184,7 @@ class SequenceParallelStrategy:
         self._groups = Groups(device_mesh, timeout_s)
         self._model: Any = None
         self._attention: Attention | None = None
+        self._delta: GatedDeltaNetPaddingFreePatch | None = None
         self._core: SequenceParallel | None = None
 
     def install(self, model: Any, attention: Attention | None = None) -> SequenceParallel:
@@ -188,11 +193,17 @@ class SequenceParallelStrategy:
         attention: of this model, if it was made already and `packing_fault` found nothing.
 
         Raises:
-            UnsupportedModelError: tokens of this model meet otherwise than in attention that can be divided. LayoutError: heads do not divide.
+            UnsupportedModelError: tokens of this model meet otherwise than in attention that can be divided or in Gated DeltaNet layers.
+            LayoutError: heads do not divide.
         """
+        delta = gated_delta_layers(model)
         if attention is None:
             attention = Attention(model)
-            if (fault := packing_fault(model, attention)) is not None:
+            patch = GatedDeltaNetPaddingFreePatch().apply(model) if delta else None
+            fault = packing_fault(model, attention)
+            if patch is not None:
+                patch.remove()
+            if fault is not None:
                 attention.remove()
                 raise UnsupportedModelError(f"sequences cannot be divided over ranks: {fault}")
         heads = int(model.config.get_text_config(decoder=True).num_attention_heads)
@@ -203,6 +214,8 @@ class SequenceParallelStrategy:
                 f"{self._ranks} ranks; it must divide the {heads} attention heads"
             )
         core = self._make_core(ulysses)
+        if delta:
+            self._delta = Qwen3_5GatedDeltaNetUlyssesPatch(core).apply(model)
         attention.distribute, attention.makes_masks = core.attend, core.ring_size == 1
         self._model, self._attention, self._core = model, attention, core
         return core
@@ -216,17 +229,20 @@ class SequenceParallelStrategy:
         assert self._core is not None, "install the strategy on a model first"
         assert self._attention is not None
         inputs, columns = self._core.split(batch)
+        named: dict[str, Any] = {"attention_mask": inputs.padding_mask_BT, "position_ids": inputs.position_ids_BT}
+        if self._delta is not None:
+            named[RUNS] = inputs.runs
         with self._attention.of(inputs.rows):
-            logits_BLV = self._model(
-                input_ids=inputs.input_ids_BT, attention_mask=inputs.padding_mask_BT, position_ids=inputs.position_ids_BT, use_cache=False
-            ).logits
+            logits_BLV = self._model(input_ids=inputs.input_ids_BT, use_cache=False, **named).logits
         return self._core.gather(logits_BLV, columns) if self.config.gather_logits else logits_BLV
 
     def remove(self) -> None:
         """The model attends as it did before."""
         if self._attention is not None:
             self._attention.remove()
-        self._model, self._attention, self._core = None, None, None
+        if self._delta is not None:
+            self._delta.remove()
+        self._model, self._attention, self._delta, self._core = None, None, None, None
 
     def _ulysses_size(self, heads: int, name: str) -> int:
         size = self.config.ulysses_size

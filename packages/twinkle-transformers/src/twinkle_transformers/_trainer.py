@@ -3,8 +3,10 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from twinkle_train import (
     ComputeLoss,
     ConfigError,
     InputError,
+    LossOutput,
     OptimizerConfig,
     Piece,
     ReduceGroups,
@@ -36,12 +39,14 @@ from twinkle_train import (
 from ._attention import Attention
 from ._errors import CheckpointError, UnsupportedModelError
 from ._expert_parallel import ExpertParallelConfig, apply_expert_parallel
+from ._gated_delta import RUNS, GatedDeltaNetPaddingFreePatch
 from ._groups import Groups, check_mesh
 from ._inputs import ModelInputs, model_inputs
 from ._loading import check_same_model, find_checkpoint, load_model
 from ._logprobs import token_logprobs
 from ._optimizer import Optimizer
 from ._packing import packing_fault, takes_positions
+from ._router import RouterLosses, Routers, Routing
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
 from ._sharding import shard_model
 from ._weights import Weights
@@ -69,6 +74,8 @@ class TransformersTrainer(TrainerBase):
         attn_implementation: str | None = None,
         sequence_parallel: SequenceParallelConfig | None = None,
         expert_parallel: ExpertParallelConfig | None = None,
+        router_aux_loss_coef: float | None = None,
+        router_z_loss_coef: float = 0.0,
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
@@ -86,6 +93,8 @@ class TransformersTrainer(TrainerBase):
             "activation_checkpointing": activation_checkpointing,
             "attn_implementation": attn_implementation,
             "expert_parallel": expert_parallel and dataclasses.asdict(expert_parallel),
+            "router_aux_loss_coef": router_aux_loss_coef,
+            "router_z_loss_coef": router_z_loss_coef,
             "sequence_parallel": sequence_parallel and dataclasses.asdict(sequence_parallel),
             "trust_remote_code": trust_remote_code,
         }
@@ -95,6 +104,8 @@ class TransformersTrainer(TrainerBase):
         self._model = model = load_model(self._path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
         vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._attention, reason = _attention_of(model)
+        delta = _begin_anew(model)
+        self._has_runs = delta is not None
         self._packing_fault = packing_fault(model, self._attention, reason)
         self._takes_positions = takes_positions(model)
         self._sequence: SequenceParallel | None = None
@@ -103,10 +114,19 @@ class TransformersTrainer(TrainerBase):
             strategy = SequenceParallelStrategy(mesh, sequence_parallel, timeout_s=timeout_s)
             if self._attention is None or self._packing_fault is not None:
                 raise UnsupportedModelError(f"sequences cannot be divided over ranks: {self._packing_fault}")
+            if delta is not None:
+                delta.remove()  # replaced by that of divided rows
             self._sequence = strategy.install(model, self._attention)
             self._gathers_logits = strategy.config.gather_logits
         divides_experts = mesh.ep_size * mesh.ep_fsdp_size > 1
-        experts = _divided_experts(model, groups, expert_parallel) if divides_experts else []
+        # On one rank, too, a configuration says how routers compute.
+        divided = divides_experts or (expert_parallel is not None and expert_parallel.enabled)
+        experts = _divided_experts(model, groups, expert_parallel) if divided else []
+        reduce_groups = ReduceGroups(data=groups.data, device=groups.device)
+        everyone = torch.distributed.group.WORLD if mesh.world_size > 1 else None
+        self._routers = Routers(model, aux_loss_coef=router_aux_loss_coef, z_loss_coef=router_z_loss_coef, groups=reduce_groups, everyone=everyone)
+        self._returns_router_logits = divided and expert_parallel is not None and expert_parallel.keep_router_logits
+        self._pending_losses: dict[str, tuple[RouterLosses, torch.Tensor, Batch]] = {}
         if activation_checkpointing:
             _checkpoint_activations(model)
         model.to(groups.device)
@@ -116,10 +136,10 @@ class TransformersTrainer(TrainerBase):
         self._optimizer: Optimizer | None = None
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError)
         super().__init__(
-            groups=ReduceGroups(data=groups.data, device=groups.device),
+            groups=reduce_groups,
             processor=InputProcessor(pad_token_id=_pad_token_id(model.config, vocab_size)),
-            # Shards of weights are gathered inside the model, and tokens exchanged.
-            equal_micro_batches=mesh.fsdp_size > 1 or divides_experts,
+            # Shards of weights are gathered inside the model, tokens exchanged, and loads of experts summed.
+            equal_micro_batches=mesh.fsdp_size > 1 or divides_experts or self._routers.has_losses,
             packed_rows=True,
             vocab_size=vocab_size,
         )
@@ -127,53 +147,92 @@ class TransformersTrainer(TrainerBase):
     # What the contract leaves to an engine.
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
-        del adapter_name
         self._model.train()
-        return self._outputs(batch)
+        outputs, routing = self._outputs(batch)
+        self._pending_losses.pop(adapter_name, None)
+        self._routers.note(routing)
+        if self._routers.has_losses:
+            losses = self._routers.plan([batch])
+            losses.count(routing)
+            losses.reduce()
+            self._pending_losses[adapter_name] = (losses, losses.share(routing), batch)
+        return outputs
+
+    def _backward(self, adapter_name: str, output: LossOutput) -> None:
+        total = output.sum
+        if adapter_name in self._pending_losses:
+            losses, share, batch = self._pending_losses.pop(adapter_name)
+            losses.check(output, batch)
+            total = total + share
+        total.backward()
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
         del adapter_name
         self._model.train(compute_loss is not None)
+        losses = self._routers.plan(batches) if compute_loss is not None and self._routers.has_losses else None
+        if losses is not None and len(batches) > 1:  # what one micro-batch adds depends on where the tokens of all of them go
+            for batch in batches:
+                with torch.no_grad():
+                    losses.count(self._outputs(batch)[1])
+            losses.reduce()
         kept: list[TokenOutputs] = []
         failure: Exception | None = None
         for index, batch in enumerate(batches):
             with nullcontext() if compute_loss is not None else torch.no_grad():
-                outputs = self._outputs(batch)
+                outputs, routing = self._outputs(batch)
             if compute_loss is not None:
+                self._routers.note(routing)
                 total = outputs.logprobs_BT.sum() * 0.0
                 if failure is None:
                     try:
-                        total = compute_loss(index, outputs).sum
+                        loss = compute_loss(index, outputs)
+                        if losses is not None:
+                            losses.check(loss, batch)
+                        total = loss.sum
                     except Exception as error:  # raised below: peers that run the same model must not be left alone in it
                         failure = error
+                if losses is not None:
+                    if len(batches) == 1:
+                        losses.count(routing)
+                        losses.reduce()
+                    total = total + losses.share(routing)
                 total.backward()
-            kept.append(TokenOutputs(outputs.logprobs_BT.detach(), outputs.entropy_BT))
+            kept.append(replace(outputs, logprobs_BT=outputs.logprobs_BT.detach()))
         if failure is not None:
             raise failure
         return kept
 
-    def _outputs(self, batch: Batch) -> TokenOutputs:
+    def _outputs(self, batch: Batch) -> tuple[TokenOutputs, Routing]:
         if batch.is_packed and self._packing_fault is not None:
             raise InputError(f"rows of several sequences would be wrong: {self._packing_fault}. Give one sequence a row")
         if not self._takes_positions and not batch.valid[:, 0].all():
             raise InputError(f"{type(self._model).__name__}.forward has no position_ids: pad on the right")
-        if self._sequence is None:
+        sequence = self._sequence
+        if sequence is None:
             inputs = model_inputs(batch, self._groups_of_mesh.device)
-            return TokenOutputs(*token_logprobs(self._logits(inputs), inputs.targets_BT, inputs.temperature_BT))
-        inputs, columns = self._sequence.split(batch)
-        logits_BLV = self._logits(inputs)
-        if self._gathers_logits:
-            whole = model_inputs(batch, self._groups_of_mesh.device)
-            return TokenOutputs(*token_logprobs(self._sequence.gather(logits_BLV, columns), whole.targets_BT, whole.temperature_BT))
-        logprobs_BL, entropy_BL = token_logprobs(logits_BLV, inputs.targets_BT, inputs.temperature_BT)
-        return TokenOutputs(self._sequence.gather(logprobs_BL, columns), self._sequence.gather(entropy_BL, columns))
+            gather: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+        else:
+            inputs, columns = sequence.split(batch)
+            gather = partial(sequence.gather, columns=columns)
+        with self._routers.watch(inputs.counted_BT) as routing:
+            logits_BLV = self._logits(inputs)
+        router_logits_BTLE = None
+        if self._returns_router_logits:
+            router_logits_BTLE = gather(routing.all_logits(len(logits_BLV)))
+        if sequence is not None and self._gathers_logits:
+            logits_BLV, gather = gather(logits_BLV), _as_it_is
+            inputs = model_inputs(batch, self._groups_of_mesh.device)
+        logprobs, entropy = token_logprobs(logits_BLV, inputs.targets_BT, inputs.temperature_BT)
+        return TokenOutputs(gather(logprobs), gather(entropy), router_logits_BTLE), routing
 
     def _logits(self, inputs: ModelInputs) -> torch.Tensor:
-        positions = {"position_ids": inputs.position_ids_BT} if self._takes_positions else {}
+        named: dict[str, Any] = {"position_ids": inputs.position_ids_BT} if self._takes_positions else {}
+        if self._has_runs:
+            named[RUNS] = inputs.runs
         with nullcontext() if self._attention is None else self._attention.of(inputs.rows):
             # Our attention does not look at the mask, but a mask keeps transformers from looking for sequences in position_ids: it is ours to say
             # which there are. use_cache: transformers 5.19 attends across packed sequences when a cache is made.
-            return self._model(input_ids=inputs.input_ids_BT, attention_mask=inputs.padding_mask_BT, use_cache=False, **positions).logits
+            return self._model(input_ids=inputs.input_ids_BT, attention_mask=inputs.padding_mask_BT, use_cache=False, **named).logits
 
     def _reduce_gradients(self, adapter_name: str) -> None:
         del adapter_name
@@ -248,6 +307,9 @@ class TransformersTrainer(TrainerBase):
 
     # What the contract leaves to a trainer.
 
+    def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
+        return super().calculate_metric(adapter_name=adapter_name) | self._routers.take_statistics()
+
     def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
         if processor.padding_free and self._packing_fault is not None:
             raise ConfigError(f"padding_free rows would be wrong: {self._packing_fault}. Set padding_free=False")
@@ -304,12 +366,24 @@ def _on_this_machine(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
 def _attention_of(model: Any) -> tuple[Attention | None, str]:
     """The model's attention, or None and why it cannot be told anything."""
     try:
         return Attention(model), ""
     except UnsupportedModelError as error:
         return None, str(error)
+
+
+def _begin_anew(model: Any) -> GatedDeltaNetPaddingFreePatch | None:
+    """Makes recurrent layers that are known begin anew in each sequence; others are found out by what packed rows give."""
+    try:
+        return GatedDeltaNetPaddingFreePatch().apply(model)
+    except UnsupportedModelError:
+        return None
 
 
 def _divided_experts(model: Any, groups: Groups, config: ExpertParallelConfig | None) -> list[nn.Module]:

@@ -2,7 +2,13 @@
 
 from twinkle._exports import EXTRAS, lazy_exports
 
-_NAMES = ("SequenceParallel", "SequenceParallelConfig", "SequenceParallelStrategy")
+_NAMES = (
+    "GatedDeltaNetPaddingFreePatch",
+    "Qwen3_5GatedDeltaNetUlyssesPatch",
+    "SequenceParallel",
+    "SequenceParallelConfig",
+    "SequenceParallelStrategy",
+)
 
 __all__ = list(_NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,3 +1,5 @@
+from twinkle_transformers import GatedDeltaNetPaddingFreePatch as GatedDeltaNetPaddingFreePatch
+from twinkle_transformers import Qwen3_5GatedDeltaNetUlyssesPatch as Qwen3_5GatedDeltaNetUlyssesPatch
 from twinkle_transformers import SequenceParallel as SequenceParallel
 from twinkle_transformers import SequenceParallelConfig as SequenceParallelConfig
 from twinkle_transformers import SequenceParallelStrategy as SequenceParallelStrategy
