@@ -175,11 +175,53 @@ class WeightsInfo(Answer):
     lora_rank: int | None = None
 
 
+class SessionInfo(Answer):
+    """A live session."""
+
+    session_id: str
+    metadata: dict[str, Any] | None = None
+    created_at: datetime
+    seen_at: datetime
+
+
+class QueueInfo(Answer):
+    """The queue of a model or a sampler: calls that run and wait, of all tenants, and how many of those that wait are the caller's."""
+
+    name: str
+    running: int
+    waiting: int
+    waiting_own: int
+
+
+class Overview(Answer):
+    """GET overview: the caller's live sessions, and how busy the server is."""
+
+    sessions: list[SessionInfo]
+    queues: list[QueueInfo]
+    capacity: CapacityInfo
+
+
+class CurvePoint(Answer):
+    """What a call on a run measured. number: grows with every point; step: optimizer steps taken before."""
+
+    number: int
+    step: int
+    time: datetime
+    loss: float | None = None
+    measured: dict[str, float] = Field(default_factory=dict[str, float])
+
+
+class Curve(Answer):
+    """GET training_runs/{run_id}/curve: points behind the number `after`, oldest first."""
+
+    points: list[CurvePoint]
+
+
 class Future(Answer):
     """A call that the server works on: the answer (202) to a POST with `Prefer: respond-async`, and GET futures/{request_id}.
 
-    result: what the call returns, once `status` is 'done'. error: the text of what went wrong, with 'failed' and 'lost'; error_status: the HTTP
-    status that a direct answer would have had.
+    result: once `status` is 'done', the `result` of a direct answer, or its whole body where that is not `{"result": ...}`. error: what went wrong,
+    with 'failed' and 'lost'; error_status: the HTTP status that a direct answer would have had.
     """
 
     request_id: str
