@@ -1,0 +1,210 @@
+"""The service behind the routes: configuration, database, keys, sessions, runs, calls, models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ._checkpoints import Checkpoints
+from ._config import ServerConfig
+from ._errors import Failed, NotFound
+from ._folders import Folders
+from ._keys import KeyRing, Principal
+from ._runs import Runs
+from ._sessions import Sessions
+from .engine._build import start_runtime
+from .engine._calls import Calls, Context, Handler, Reply
+from .engine._sampler import SamplerBackend
+from .engine._trainer import TrainerBackend
+from .http._limits import Buckets
+from .store import AuditEntry, Future, Run, Store
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Service:
+    """Everything that routes use. `start` and `stop` belong to the application's life.
+
+    What its parts are for is in docs/service.md: `config`, `store`, `keys`, `sessions`, `runs`, `calls`, `checkpoints`, `trainers`, `samplers`.
+    """
+
+    def __init__(self, config: ServerConfig, store: Store | None = None) -> None:
+        self.config = config
+        config.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.store = store or Store(config.url)
+        self.folders = Folders(config.data_dir)
+        self.keys = KeyRing(self.store)
+        self.requests = Buckets(config.limits.requests_per_s, config.limits.request_burst)
+        self.failed_logins = Buckets(config.limits.failed_logins_per_minute / 60, config.limits.failed_logins_per_minute)
+        self.sessions = Sessions(config, self.store, self.io)
+        self.runs = Runs(config, self.store)
+        self.checkpoints = Checkpoints(self.store, self.folders, quota_bytes=config.limits.checkpoint_bytes, on_removed=self._forget_adapter)
+        self.calls = Calls(self)
+        self.trainers: dict[str, TrainerBackend] = {}
+        self.samplers: dict[str, SamplerBackend] = {}
+        self._io = ThreadPoolExecutor(8, thread_name_prefix="io")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._runtime: Any = None
+        for model in config.models:
+            if model.trainable:
+                self.trainers[model.name] = trainer = TrainerBackend(model, self.store, self.folders)
+                self.calls.make_queue(
+                    trainer_queue(model.name), concurrency=1, admits=lambda work, trainer=trainer: trainer.admits(work.future.run_id)
+                )
+            if model.sampler is not None:
+                self.samplers[model.name] = sampler = SamplerBackend(model, model.sampler, self.folders)
+                self.calls.make_queue(
+                    sampler_queue(model.name), concurrency=model.sampler.concurrency, admits=lambda work, sampler=sampler: sampler.admits()
+                )
+
+    async def io(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Runs what blocks (the database, files) in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._io, lambda: function(*arguments, **named))
+
+    async def start(self) -> None:
+        """Takes up what is in the database, and begins to load models and to run calls; returns before the models are loaded."""
+        self.folders.lock()
+        lost = await self.io(self.store.mark_lost_runs)
+        if lost:
+            logger.warning("the state of %d runs was in memory only when the server before stopped, and is lost: %s", len(lost), ", ".join(lost[:10]))
+        gone = await self.io(self.folders.sweep, self.store.known_folders)
+        if gone:
+            logger.info("removed %d folders that a server before had not finished", len(gone))
+        await self.sessions.start()
+        if self.config.models:
+            self._runtime = start_runtime(self.config.runtime)
+        await self.calls.start()
+        self._tasks = [
+            asyncio.create_task(self._load(name, backend.start))
+            for name, backend in [
+                *((trainer_queue(name), each) for name, each in self.trainers.items()),
+                *((sampler_queue(name), each) for name, each in self.samplers.items()),
+            ]
+        ]
+        self._tasks.append(asyncio.create_task(self._rounds()))
+
+    async def stop(self) -> None:
+        """Lets running calls end, parks adapters, and closes everything."""
+        for task in self._tasks:
+            task.cancel()
+        await self.calls.stop()
+        for name, trainer in self.trainers.items():
+            if trainer.is_ready:
+                await asyncio.get_running_loop().run_in_executor(self.calls.queue(trainer_queue(name)).pool, _put_away, trainer)
+        for sampler in self.samplers.values():
+            sampler.close()
+        await self.sessions.flush()
+        if self._runtime is not None:
+            await self.io(self._runtime.shutdown)
+        for queue in self.calls.queues.values():
+            queue.pool.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
+        self.folders.unlock()
+        self._io.shutdown(wait=False)
+
+    def run_handler(self, handler: Handler, future: Future, value: Any) -> Reply:
+        """Runs a call, in its queue's thread."""
+        role, _, model = future.queue.partition(":")
+        run = None
+        if future.run_id is not None:
+            run = self.store.get(Run, future.run_id)
+            if run is None or run.ended_at is not None:
+                raise NotFound(f"the training run {future.run_id} has ended")
+        if future.seq is not None and run is not None:
+            # Before it runs: a call that was lost with the server must not be waited for.
+            self.store.change(Run, run.id, next_seq=future.seq + 1)
+        context = Context(
+            service=self,
+            future=future,
+            run=run,
+            trainer=self.trainers.get(model) if role == "model" else None,
+            sampler=self.samplers.get(model) if role == "sampler" else None,
+        )
+        if value is None:
+            if future.payload is None:
+                raise Failed("the call's payload is not there any more")
+            value = handler.decode(future.payload)
+        return handler.run(context, value)
+
+    @property
+    def capacity(self) -> tuple[int, int]:
+        """How many adapters can be in memory, over all models, and how many are; known from the start."""
+        return sum(trainer.config.max_loras for trainer in self.trainers.values()), sum(trainer.used for trainer in self.trainers.values())
+
+    def checks(self) -> dict[str, str]:
+        """What is ready: 'ok', 'loading' or 'failed' of each model and sampler, and of the database. Blocks."""
+        backends = {trainer_queue(name): each for name, each in self.trainers.items()} | {
+            sampler_queue(name): each for name, each in self.samplers.items()
+        }
+        found = {name: "ok" if each.is_ready else "loading" if each.error is None else "failed" for name, each in backends.items()}
+        try:
+            self.store.ping()
+            found["database"] = "ok"
+        except Exception:  # any of the driver's: it does not answer
+            logger.exception("the database does not answer")
+            found["database"] = "failed"
+        return found
+
+    def audit(self, principal: Principal, action: str, target: str, request_id: str = "") -> None:
+        """Writes into the audit log who did what. Blocks."""
+        self.store.log(
+            AuditEntry(
+                at=time.time(), tenant=principal.tenant, key_id=principal.key_id, action=action, target=target[:500], request_id=request_id[:200]
+            )
+        )
+
+    def collect_garbage(self) -> dict[str, int]:
+        """Deletes what retention says, and folders that nobody knows; how many of each. Blocks."""
+        now, retention = time.time(), self.config.retention
+        return {
+            "rows": self.store.forget(futures_before=now - retention.future_s, audit_before=now - retention.audit_s),
+            "checkpoints": self.checkpoints.expire(retention.checkpoint_s),
+        }
+
+    async def _load(self, name: str, start: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        queue = self.calls.queue(name)
+        try:
+            await asyncio.get_running_loop().run_in_executor(queue.pool, start)
+            logger.info("%s is ready after %.1f s", name, time.monotonic() - begun)
+        except Exception:  # the service goes on with the others, and /healthz/deep says so
+            logger.exception("%s could not be loaded", name)
+        queue.wake()
+
+    async def _rounds(self) -> None:
+        next_collection = 0.0
+        while True:
+            await asyncio.sleep(min(5.0, self.config.retention.every_s))
+            try:
+                await self.sessions.round()
+                await self.calls.expire()
+                if time.monotonic() >= next_collection:
+                    await self.io(self.collect_garbage)
+                    next_collection = time.monotonic() + self.config.retention.every_s
+            except Exception:  # the next round may fare better
+                logger.exception("a round of upkeep failed")
+
+    def _forget_adapter(self, folder: str) -> None:
+        for sampler in self.samplers.values():
+            if sampler.is_ready:
+                sampler.forget(folder)
+
+
+def trainer_queue(model: str) -> str:
+    """The name of a model's training queue."""
+    return f"model:{model}"
+
+
+def sampler_queue(model: str) -> str:
+    """The name of a model's sampling queue."""
+    return f"sampler:{model}"
+
+
+def _put_away(trainer: TrainerBackend) -> None:
+    trainer.park_all()
+    trainer.close()

@@ -1,0 +1,81 @@
+"""Trainers and samplers from the configuration, and the runtime that they live in."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from twinkle_mesh import DeviceGroup, DeviceMesh
+from twinkle_remote import Runtime, initialize
+
+from .._config import ModelConfig, RuntimeConfig, SamplerConfig
+from .._errors import ConfigError
+
+_TRAINERS = {"transformers": ("twinkle_transformers", "TransformersModel"), "megatron": ("twinkle_megatron", "MegatronModel")}
+# Code from a checkpoint's folder is never run.
+_REFUSED_OPTIONS = ("trust_remote_code", "remote_group", "device_mesh", "model_id")
+
+
+def start_runtime(config: RuntimeConfig) -> Runtime:
+    """Starts the runtime; see `twinkle_remote.initialize`."""
+    groups = [DeviceGroup(**group.model_dump()) for group in config.groups]
+    return initialize(
+        config.mode, groups=groups, address=config.address, start_timeout_s=config.start_timeout_s, call_timeout_s=config.call_timeout_s
+    )
+
+
+def build_trainer(config: ModelConfig) -> Any:
+    """The trainer of a model: a remote class that follows `twinkle_train.TrainModel`. Loads the weights."""
+    module, name = _TRAINERS[config.backend]
+    trainer = getattr(_module(module, config.backend), name)
+    return trainer(config.path, device_mesh=_mesh(config.mesh), remote_group=config.group, **_options(config.name, config.options))
+
+
+def build_sampler(model: ModelConfig, config: SamplerConfig) -> Any:
+    """The sampler beside a model: a remote class with the methods of `twinkle_vllm.vLLMSampler` that the server uses."""
+    path, options = config.path or model.path, _options(f"{model.name}.sampler", config.options)
+    if config.backend == "vllm":
+        sampler = _module("twinkle_vllm", "vllm").vLLMSampler
+        engine_args = {"enable_lora": True, "max_loras": config.max_loras, "max_lora_rank": model.max_rank, **options.pop("engine_args", {})}
+        return sampler(path, engine_args, device_mesh=_mesh(config.mesh), remote_group=config.group, **options)
+    _module("twinkle_transformers", "transformers")
+    from ._torch_sampler import TorchSampler
+
+    return TorchSampler(path, device_mesh=_mesh(config.mesh), remote_group=config.group, **options)
+
+
+def check_backends(models: list[ModelConfig]) -> None:
+    """Raises ConfigError for an option that is refused, or an engine that is not installed. Imports none."""
+    for model in models:
+        _options(model.name, model.options)
+        engines = [(_TRAINERS[model.backend][0], model.backend)] if model.trainable else []
+        if model.sampler is not None:
+            _options(f"{model.name}.sampler", model.sampler.options)
+            engines.append(("twinkle_vllm" if model.sampler.backend == "vllm" else "twinkle_transformers", model.sampler.backend))
+        for module, extra in engines:
+            if importlib.util.find_spec(module) is None:
+                raise _missing(extra)
+
+
+def _module(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise _missing(extra) from error
+
+
+def _missing(extra: str) -> ConfigError:
+    return ConfigError(f"the backend {extra!r} is not installed: pip install 'twinkle-server[{extra}]'")
+
+
+def _mesh(sizes: Any) -> DeviceMesh | None:
+    return None if sizes is None else DeviceMesh.from_sizes(**sizes)
+
+
+def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    if refused := sorted(set(options) & set(_REFUSED_OPTIONS)):
+        raise ConfigError(f"{name}: the options {', '.join(refused)} cannot be set here")
+    return dict(options)

@@ -1,0 +1,321 @@
+"""Calls and their futures: submitted, stored, run in their queue, waited for, and fetched again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .._errors import ApiError, Conflict, Failed, Lost, NotFound, Unavailable, describe, error_of
+from .._keys import Principal
+from ..store import Future, Run
+from ._queue import CallQueue, Work
+
+if TYPE_CHECKING:
+    from .._service import Service
+    from ._sampler import SamplerBackend
+    from ._trainer import TrainerBackend
+
+logger = logging.getLogger(__name__)
+
+JSON = "application/json"
+_LOST = "the server stopped while this call ran. Whether it took effect is not known, and it was not repeated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a handler returns: the bytes that go to the client."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a handler has, in the thread of its queue.
+
+    run: the run that the call is on, as it is now. trainer, sampler: of the queue; the other of the two is None.
+    """
+
+    service: Service
+    future: Future
+    run: Run | None = None
+    trainer: TrainerBackend | None = None
+    sampler: SamplerBackend | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose call it is."""
+        return self.future.tenant
+
+    def the_run(self) -> Run:
+        """The run; Conflict for a call that is on none."""
+        if self.run is None:
+            raise Conflict("this call needs a run")
+        return self.run
+
+    def the_trainer(self) -> TrainerBackend:
+        """The trainer; Conflict where the model has none."""
+        if self.trainer is None:
+            raise Conflict("this model is not trained here")
+        return self.trainer
+
+    def the_sampler(self) -> SamplerBackend:
+        """The sampler; Conflict where the model has none."""
+        if self.sampler is None:
+            raise Conflict("this model is not sampled from here")
+        return self.sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handler:
+    """How calls of a kind run. decode: bytes to a value; a ValueError is the client's. run: in the queue's thread."""
+
+    decode: Callable[[bytes], Any]
+    run: Callable[[Context, Any], Reply]
+
+
+class Calls:
+    """The calls of all queues."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._handlers: dict[str, Handler] = {}
+        self._queues: dict[str, CallQueue] = {}
+        self._live: dict[str, Work] = {}
+        self._is_open = False
+
+    def register(self, kind: str, *, decode: Callable[[bytes], Any], run: Callable[[Context, Any], Reply]) -> None:
+        """Says how calls of a kind run; kinds are stored, so a kind keeps its meaning over versions."""
+        if kind in self._handlers:
+            raise ValueError(f"there is a handler of {kind!r} already")
+        self._handlers[kind] = Handler(decode=decode, run=run)
+
+    def add_queue(self, queue: CallQueue) -> None:
+        """Adds a queue, before `start`."""
+        self._queues[queue.name] = queue
+
+    def make_queue(self, name: str, *, concurrency: int, admits: Callable[[Work], bool] = lambda work: True) -> CallQueue:
+        """Makes and adds the queue of a model or sampler."""
+        limits = self._service.config.limits
+        queue = CallQueue(
+            name,
+            self._execute,
+            concurrency=concurrency,
+            admits=admits,
+            max_calls=limits.queued_calls,
+            max_bytes=limits.queued_bytes,
+            gap_s=limits.order_gap_s,
+            capacity_s=limits.capacity_s,
+        )
+        self.add_queue(queue)
+        return queue
+
+    def queue(self, name: str) -> CallQueue:
+        """The queue of that name; NotFound without one."""
+        if name not in self._queues:
+            raise NotFound(f"there is no {name.replace(':', ' ', 1)} here")
+        return self._queues[name]
+
+    @property
+    def queues(self) -> dict[str, CallQueue]:
+        """All queues, by name."""
+        return self._queues
+
+    async def start(self) -> None:
+        """Takes up what an earlier server left: calls that ran are lost, those that waited wait again."""
+        for future in await self._service.io(self._service.store.recover_futures, _LOST):
+            queue = self._queues.get(future.queue)
+            work = Work(future)
+            try:
+                if queue is None or future.kind not in self._handlers:
+                    raise NotFound(f"{future.queue} is not served any more")
+                run = None if future.run_id is None else await self._service.io(self._service.store.get, Run, future.run_id)
+                queue.put(work, 1 if run is None else run.next_seq)
+                self._live[future.id] = work
+            except ApiError as error:
+                await self._service.io(self._finish, work, error)
+        for queue in self._queues.values():
+            queue.start()
+        self._is_open = True
+
+    async def stop(self, timeout_s: float = 30) -> None:
+        """Lets running calls end; those that wait stay in the database."""
+        self._is_open = False
+        ended = await asyncio.gather(*(queue.stop(timeout_s) for queue in self._queues.values()))
+        if not all(ended):
+            logger.warning("calls still run after %g s; they will be reported as lost", timeout_s)
+
+    async def submit(
+        self,
+        principal: Principal,
+        kind: str,
+        payload: bytes,
+        *,
+        queue: str,
+        value: Any = None,
+        run: Run | None = None,
+        seq: int | None = None,
+        dedup: str | None = None,
+        request_id: str = "",
+        durable: bool = True,
+    ) -> Future:
+        """Appends a call to a queue and returns its future at once.
+
+        payload: what the kind's handler decodes; kept until the call has run. value: the decoded payload, if it is at hand. run: the run that it
+        is on, the principal's own: calls of one run run one after another. seq: its number in the run, from 1; it waits for its predecessors.
+        dedup: a name: the tenant's second call of the same name returns the first one's future. durable: the call survives the server, and its
+        result can be fetched again; otherwise only who waits for it already (`call`) gets it.
+
+        Raises Conflict for a dedup that was used with another payload, Busy when too many calls wait.
+        """
+        if kind not in self._handlers:
+            raise ValueError(f"there is no handler of {kind!r}")
+        if not self._is_open:
+            raise Unavailable("the server is starting or stopping", retry_after_s=1)
+        line = self.queue(queue)
+        future = Future(
+            id=f"fut-{secrets.token_hex(16)}",
+            tenant=principal.tenant,
+            queue=queue,
+            kind=kind,
+            run_id=None if run is None else run.id,
+            seq=seq,
+            dedup=dedup,
+            request_id=request_id,
+            payload=payload,
+            created_at=time.time(),
+        )
+        work = Work(future, value, durable)
+        if durable:
+            known = None if dedup is None else await self._service.io(self._service.store.find_future, principal.tenant, dedup)
+            if known is None:
+                line.check_room(principal.tenant, len(payload))
+            future, is_new = await self._service.io(self._store, future) if known is None else (known, False)
+            if not is_new:
+                await self._service.io(_check_same, future, kind, payload)
+                return future
+            work.future = future
+        else:
+            line.check_room(principal.tenant, len(payload))
+        try:
+            line.put(work, 1 if run is None else run.next_seq)
+        except ApiError as error:
+            if not durable:
+                raise
+            return await self._service.io(self._finish, work, error)
+        self._live[future.id] = work
+        return future
+
+    async def wait(self, principal: Principal, future_id: str, timeout_s: float = 0.0) -> Future:
+        """The future, once it is finished, or as it is after that time. Raises NotFound for one that the tenant does not have."""
+        work = self._live.get(future_id)
+        if work is None:
+            future = await self._service.io(self._service.store.get, Future, future_id)
+        else:
+            if work.future.tenant == principal.tenant and timeout_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(work.done.wait(), timeout_s)
+            future = self._as_it_is(work)
+        if future is None or future.tenant != principal.tenant:
+            raise NotFound("there is no such future")
+        return future
+
+    async def call(
+        self,
+        principal: Principal,
+        kind: str,
+        payload: bytes,
+        *,
+        queue: str,
+        value: Any = None,
+        run: Run | None = None,
+        dedup: str | None = None,
+        request_id: str = "",
+    ) -> Reply:
+        """Submits a call and waits for its result, or raises its error. Only with a `dedup` is it stored."""
+        durable = dedup is not None
+        future = await self.submit(principal, kind, payload, queue=queue, value=value, run=run, dedup=dedup, request_id=request_id, durable=durable)
+        future = await self.wait(principal, future.id, self._service.config.limits.call_s)
+        return reply_of(future)
+
+    def position(self, future: Future) -> int | None:
+        """How many calls wait before it."""
+        queue = self._queues.get(future.queue)
+        return None if queue is None else queue.position(future.id)
+
+    async def expire(self) -> None:
+        """Ends calls that wait in vain."""
+        for queue in self._queues.values():
+            for work, error in queue.expire():
+                work.outcome = await self._service.io(self._finish, work, error)
+                work.done.set()
+                self._live.pop(work.future.id, None)
+
+    def _as_it_is(self, work: Work) -> Future:
+        if work.outcome is not None:
+            return work.outcome
+        running = any(work in queue.running for queue in self._queues.values())
+        return replace(work.future, status="running" if running else "queued")
+
+    def _store(self, future: Future) -> tuple[Future, bool]:
+        digest = "" if future.dedup is None else _digest(future.kind, future.payload or b"")
+        return self._service.store.add_future(replace(future, payload_digest=digest))
+
+    def _finish(self, work: Work, outcome: Reply | ApiError) -> Future:
+        """Stores what came of a call; blocks."""
+        if isinstance(outcome, Reply):
+            done = replace(work.future, status="done", payload=None, result=outcome.body, media_type=outcome.media_type, finished_at=time.time())
+            if work.durable:
+                self._service.store.finish_future(work.future.id, result=outcome.body, media_type=outcome.media_type)
+            return done
+        status, text = outcome.status, outcome.detail
+        if work.durable:
+            self._service.store.finish_future(work.future.id, error_status=status, error=text)
+        return replace(work.future, status="failed", payload=None, error_status=status, error=text, finished_at=time.time())
+
+    def _execute(self, work: Work) -> Future:
+        """Runs a call, in its queue's thread. Whatever happens becomes its outcome."""
+        future = work.future
+        try:
+            if work.durable and not self._service.store.begin_future(future.id):
+                return self._finish(Work(future, durable=False), Failed("this call was ended before it began"))
+            try:
+                outcome: Reply | ApiError = self._service.run_handler(self._handlers[future.kind], future, work.value)
+            except Exception as error:  # whatever a call raises is the call's outcome, and the queue goes on
+                outcome = describe(error)
+                level = logging.ERROR if outcome.status >= 500 else logging.INFO
+                logger.log(level, "%s of %s failed [%s]: %s", future.kind, future.tenant, future.request_id, error, exc_info=outcome.status >= 500)
+            return self._finish(work, outcome)
+        except Exception:  # the database does not answer: the future stays as it is there, and the waiting client hears of it
+            logger.exception("the outcome of %s could not be stored [%s]", future.kind, future.request_id)
+            return replace(future, status="failed", error_status=500, error="the outcome could not be stored")
+        finally:
+            work.value = None
+            self._live.pop(future.id, None)
+
+
+def reply_of(future: Future) -> Reply:
+    """The result of a finished future, or its error raised."""
+    if future.status == "done":
+        return Reply(body=future.result or b"", media_type=future.media_type or JSON)
+    if future.status == "failed":
+        if future.error == _LOST:
+            raise Lost(_LOST)
+        raise error_of(future.error_status or 500, future.error or "the call failed")
+    raise Unavailable(f"the call {future.id} has not finished; ask for it again", retry_after_s=1)
+
+
+def _digest(kind: str, payload: bytes) -> str:
+    return hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
+
+
+def _check_same(future: Future, kind: str, payload: bytes) -> None:
+    if future.kind != kind or future.payload_digest != _digest(kind, payload):
+        raise Conflict("this idempotency key was used for another request")

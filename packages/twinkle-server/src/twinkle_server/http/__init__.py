@@ -1,0 +1,1 @@
+"""What requests go through on their way to the routes."""

@@ -1,0 +1,97 @@
+"""The configuration: what it takes, what the environment overrides, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from twinkle_server import ConfigError, create_key, load_config, parse_config
+from twinkle_server.cli import main, open_service
+from twinkle_server.store import Store
+
+
+def test_defaults_listen_on_this_machine_only() -> None:
+    config = parse_config({})
+    assert config.host == "127.0.0.1"
+    assert not config.is_public
+    assert config.url.startswith("sqlite:///")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_it_refuses_to_listen_publicly_without_a_key(host: str, tmp_path: Path) -> None:
+    config = parse_config({"host": host, "data_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="no API key"):
+        open_service(config)
+    store = Store(config.url)
+    key, _ = create_key(store, "a")
+    open_service(config).store.close()
+    store.revoke_key(key.id)
+    with pytest.raises(ConfigError, match="no API key"):
+        open_service(config)
+
+
+def test_the_environment_overrides_fields_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 1\nlimits: {runs: 5, sessions: 6}\n")
+    config = load_config(file, {"TWINKLE_SERVER__PORT": "2", "TWINKLE_SERVER__LIMITS__RUNS": "7", "TWINKLE_SERVER_URL": "http://elsewhere"})
+    assert (config.port, config.limits.runs, config.limits.sessions) == (2, 7, 6)
+
+
+def test_every_wrong_field_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(yaml.safe_dump({"prot": 1, "models": [{"name": "../x", "path": "p"}, {"name": "y", "path": "p", "max_loras": 0}]}))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {})
+    for field in ("prot", "models.0.name", "models.1.max_loras"):
+        assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"models": [{"name": "a", "path": "p"}] * 2}, "two models are named a"),
+        ({"models": [{"name": "a", "path": "p", "group": "gpus"}]}, "names the group 'gpus'"),
+        ({"tls_certfile": "x"}, "belong together"),
+        ({"limits": {"body_timeout_s": float("nan")}}, "body_timeout_s"),
+    ],
+)
+def test_what_cannot_work_together_is_refused(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(content)
+
+
+def test_code_from_a_checkpoint_cannot_be_switched_on(tmp_path: Path) -> None:
+    model = {"name": "a", "path": "p", "options": {"trust_remote_code": True}}
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        open_service(parse_config({"data_dir": str(tmp_path), "models": [model]}))
+
+
+def test_commands_make_list_and_revoke_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(f"data_dir: {tmp_path / 'data'}\n")
+    assert main(["keys", "create", "alice", "--scope", "use", "--days", "1", "--label", "laptop", "-c", str(file)]) == 0
+    text = capsys.readouterr().out.strip()
+    key_id = text.split("-")[1]
+    assert main(["keys", "list", "-c", str(file)]) == 0
+    listed = capsys.readouterr().out
+    assert key_id in listed
+    assert "alice" in listed
+    assert text not in listed
+    secret = text.split("-")[2].encode()
+    assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file() and secret in path.read_bytes()]
+    assert main(["keys", "revoke", key_id, "-c", str(file)]) == 0
+    assert main(["keys", "revoke", key_id, "-c", str(file)]) == 2
+    assert main(["keys", "create", "../alice", "-c", str(file)]) == 2
+    assert main(["check-config", "-c", str(file)]) == 0
+    assert main(["print-config", "-c", str(file)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out.rpartition("The configuration is right.\n")[2])["port"] == 8000
+    assert main(["gc", "-c", str(file)]) == 0
+
+
+def test_importing_it_loads_no_engine() -> None:
+    code = "import twinkle_server, sys; print([name for name in ('torch', 'ray', 'transformers', 'vllm') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "[]"
