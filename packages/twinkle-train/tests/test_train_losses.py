@@ -314,7 +314,7 @@ def test_a_policy_loss_and_its_gradient_are_those_of_its_formula(loss):
 
 @pytest.mark.parametrize("name", ["reinforce", "importance_sampling", "cispo", "dro", "gspo", "grpo"])
 def test_a_policy_loss_does_not_look_at_what_is_masked(name):
-    loss = resolve_loss(name, reduction="sum")
+    loss: Any = resolve_loss(name, reduction="sum")
     assert loss.reduction == "sum"
     inputs = loss_input(seed=4, without=("entropy_BT", "ref_logprobs_BT"))
     want = loss(inputs)
