@@ -485,9 +485,9 @@ def test_sums_and_means_are_not_added_and_a_sum_over_nothing_is_a_step(checkpoin
 
 def test_log_probabilities_may_be_asked_of_other_tokens_than_those_that_follow(checkpoint):
     tokens, others = [5, 6, 7, 8, 9], [0, 11, 12, 8, 14]
-    (have,) = ReferenceTrainer(checkpoint).forward_only([InputFeature(input_ids=tokens, targets=others)]).logprobs or ()
+    (have,) = ReferenceTrainer(checkpoint).forward_only([InputFeature(input_ids=tokens, targets=others)]).logprobs or []
     for t in range(1, 5):
-        (want,) = ReferenceTrainer(checkpoint).forward_only([InputFeature(input_ids=[*tokens[:t], others[t]])]).logprobs or ()
+        (want,) = ReferenceTrainer(checkpoint).forward_only([InputFeature(input_ids=[*tokens[:t], others[t]])]).logprobs or []
         assert have[t] == pytest.approx(want[t], abs=1e-5)
     beyond = InputFeature(input_ids=tokens, targets=[0, 10**6, 0, 0, 0])
     with pytest.raises(InputError, match="targets has the token 1000000"):
