@@ -42,6 +42,9 @@ WITHOUT_EXTRA = {
     ],
 }
 
+# As the documentation has it. httpx and pydantic are loaded when a client is made.
+IMPORT_OF_THE_CLIENT = "from twinkle_client.manager import TwinkleClient"
+
 # Extras that a README may offer and that this machine cannot take.
 NEEDS_A_GPU = {"cuda", "te", "flash"}
 
@@ -100,6 +103,24 @@ print([name for name in {NOT_INSTALLED[distribution.name]!r} if name in sys.modu
 """
     )
     assert printed.strip() == "[]", "brought in though no dependency declares it"
+
+
+def test_the_client_installs_little_and_imports_fast(distribution: Distribution, environment: Environment) -> None:
+    if distribution.name != "twinkle-client":
+        pytest.skip("of the client only: it is installed on laptops")
+    code = f"""
+import importlib.metadata, os, pathlib, subprocess, sys, sysconfig
+installed = [found for found in importlib.metadata.distributions() if found.name.lower() not in ("pip", "setuptools", "wheel")]
+site = pathlib.Path(sysconfig.get_path("purelib"))
+size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+timed = "import time; t = time.process_time(); {IMPORT_OF_THE_CLIENT}; print(time.process_time() - t)"
+seconds = min(float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout) for _ in range(3))
+print(len(installed), size / 2**20, seconds)
+"""
+    packages, mebibytes, seconds = map(float, environment.execute(code).split())
+    assert 3 <= packages <= 20
+    assert mebibytes <= 40
+    assert seconds <= 0.35
 
 
 def test_a_missing_extra_is_named_with_its_install_line(distribution: Distribution, environment: Environment) -> None:

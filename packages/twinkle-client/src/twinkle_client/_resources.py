@@ -16,13 +16,13 @@ Count = Annotated[int, Field(ge=0)]
 class Answer(BaseModel):
     """Base of what the server returns: fields that this version does not know are ignored."""
 
-    model_config = ConfigDict(extra="ignore", defer_build=True, ser_json_inf_nan="strings", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="strings", protected_namespaces=())
 
 
 class Request(BaseModel):
     """Base of what the server takes: unknown fields are errors, for a misspelt one would be ignored in silence; so are NaN and infinity."""
 
-    model_config = ConfigDict(extra="forbid", defer_build=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class ErrorBody(Answer):
@@ -233,8 +233,7 @@ class Future(Answer):
 
 
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}"
-_TWINKLE_PATH = re.compile(rf"twinkle://(?P<run>{_RUN_ID})/(?P<kind>weights|sampler_weights)/(?P<name>{_ID})")
+_TWINKLE_PATH = re.compile(rf"twinkle://(?P<run>{_ID})/(?P<kind>weights|sampler_weights)/(?P<name>{_ID})")
 
 
 class TwinklePath(Answer):
@@ -256,8 +255,8 @@ class TwinklePath(Answer):
 def parse_twinkle_path(path: str) -> TwinklePath:
     """The parts of a checkpoint's URI.
 
-    Ids and names are up to 128 ASCII letters, digits, '.', '_' and '-' (in ids also ':'), and begin with a letter or a digit: nothing that a file
-    system or a URL reads in another way.
+    Ids and names are up to 128 ASCII letters, digits, '.', '_' and '-', and begin with a letter or a digit: nothing that a file system or a URL
+    reads in another way.
 
     Raises:
         ValueError: anything else.

@@ -10,10 +10,11 @@ from ._client import TwinkleClient
 from ._registry import latest_client
 
 if TYPE_CHECKING:
-    from ._formats import HasToDict, InputFeature, LoraConfig, ModelOutput, PackedFeature, Trajectory
+    from ._formats import HasToDict, LoraConfig, ModelOutput
     from ._verbs import AdapterAdded, Saved, TensorData, UploadStarted, UploadStatus
 
-    Inputs = Sequence[InputFeature | PackedFeature | Trajectory | Mapping[str, Any]]
+    # InputFeature, PackedFeature and Trajectory, of this package or of twinkle-data (which is not known here), or mappings of their fields.
+    Inputs = Sequence[Any]
 
 CheckpointType = Literal["weights", "sampler_weights"]
 

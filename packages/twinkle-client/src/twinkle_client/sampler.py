@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._client import TwinkleClient
 from ._registry import latest_client
 
 if TYPE_CHECKING:
-    from ._formats import InputFeature, SampleResponse, SamplingParams, Trajectory
+    from ._formats import SampleResponse
     from ._verbs import SampleChunk
 
-    Prompts = Sequence[InputFeature | Trajectory | Mapping[str, Any] | str | Sequence[int] | Sequence[Mapping[str, Any]]]
-    Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
+    # InputFeature and Trajectory, messages, texts, token ids; records of this package, or of twinkle-data (which is not known here).
+    Prompts = Sequence[Any]
+    Params = Any
 
 
 class Sampler:

@@ -116,6 +116,8 @@ class ServerConfig(_Section):
     tls_certfile: Path | None = None
     tls_keyfile: Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = Field(default="text", description="json: an object a line, with the request's id.")
+    tracing: bool = Field(default=False, description="OpenTelemetry spans (extra 'otel'); where they go, its OTEL_ variables say.")
     runtime: RuntimeConfig = RuntimeConfig()
     models: list[ModelConfig] = []
     limits: LimitConfig = LimitConfig()

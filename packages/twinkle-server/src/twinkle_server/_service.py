@@ -14,8 +14,10 @@ from ._config import ServerConfig
 from ._errors import Failed, NotFound
 from ._folders import Folders
 from ._keys import KeyRing, Principal
+from ._metrics import Metrics
 from ._runs import Runs
 from ._sessions import Sessions
+from ._tracing import Tracing
 from .engine._build import start_runtime
 from .engine._calls import Calls, Context, Handler, Reply
 from .engine._sampler import SamplerBackend
@@ -44,6 +46,8 @@ class Service:
         self.sessions = Sessions(config, self.store, self.io)
         self.runs = Runs(config, self.store)
         self.checkpoints = Checkpoints(self.store, self.folders, quota_bytes=config.limits.checkpoint_bytes, on_removed=self._forget_adapter)
+        self.metrics = Metrics()
+        self.tracing = Tracing(config.tracing)
         self.calls = Calls(self)
         self.trainers: dict[str, TrainerBackend] = {}
         self.samplers: dict[str, SamplerBackend] = {}
@@ -105,6 +109,7 @@ class Service:
             queue.pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()
         self.folders.unlock()
+        await self.io(self.tracing.close)
         self._io.shutdown(wait=False)
 
     def run_handler(self, handler: Handler, future: Future, value: Any) -> Reply:

@@ -67,6 +67,10 @@ class Sessions:
         """Whether it beats."""
         return session_id in self._tenants
 
+    def seen_at(self, session_id: str) -> float | None:
+        """When a live session was last heard of, in seconds since 1970."""
+        return self._seen.get(session_id)
+
     @property
     def count(self) -> int:
         """Live sessions."""

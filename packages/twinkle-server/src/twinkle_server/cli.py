@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ import yaml
 from ._config import ServerConfig, load_config
 from ._errors import ConfigError, ServerError
 from ._keys import SCOPES, create_key
+from ._logging import configure_logging
 from ._service import Service
 from .store import Key, Store
 
@@ -79,7 +79,7 @@ def _launch(given: argparse.Namespace) -> int:
         config = load_config(given.config)
     changes = {name: value for name, value in (("host", given.host), ("port", given.port)) if value is not None}
     config = ServerConfig.model_validate({**config.model_dump(), **changes})
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    configure_logging(config.log_level, config.log_format)
     service = open_service(config)
     scheme = "http" if config.tls_certfile is None else "https"
     if not service.store.live_keys():

@@ -32,9 +32,8 @@ from ._loss import Loss, LossInput, LossOutput
 from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
 from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
-from ._optimizer import OptimizerConfig, adjust_torch_optimizer, build_torch_optimizer
+from ._optimizer import OptimizerConfig, build_torch_optimizer
 from ._pieces import Piece
-from ._policy_losses import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, ReinforceLoss
 from ._process_group import init_process_group
 from ._remote import remote_train_methods
 from ._rewards import ExactMatchReward, Reward, last_word
@@ -46,7 +45,6 @@ from ._trainer import ComputeLoss, OnNonFinite, TokenOutputs, TrainerBase
 __all__ = [
     "AdapterProgress",
     "AnyMetric",
-    "CISPOLoss",
     "CallOrderError",
     "CheckpointError",
     "CheckpointInfo",
@@ -54,13 +52,10 @@ __all__ = [
     "ComputeLoss",
     "ConfigError",
     "CrossEntropyLoss",
-    "DROLoss",
     "ExactMatchReward",
     "GRPOAdvantage",
     "GRPOLoss",
-    "GSPOLoss",
     "Gradients",
-    "ImportanceSamplingLoss",
     "InputError",
     "Inputs",
     "LRSchedule",
@@ -77,7 +72,6 @@ __all__ = [
     "Piece",
     "ProcessGroupError",
     "ReduceGroups",
-    "ReinforceLoss",
     "Reward",
     "Row",
     "TokenOutputs",
@@ -87,7 +81,6 @@ __all__ = [
     "TrainState",
     "TrainerBase",
     "UnknownAdapterError",
-    "adjust_torch_optimizer",
     "begin_checkpoint",
     "build_torch_optimizer",
     "check_same_trainer",

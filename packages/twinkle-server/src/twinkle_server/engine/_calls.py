@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._errors import ApiError, Conflict, Failed, Lost, NotFound, Unavailable, describe, error_of
 from .._keys import Principal
+from .._logging import log_context
 from ..store import Future, Run
 from ._queue import CallQueue, Work
 
@@ -281,7 +282,18 @@ class Calls:
         return replace(work.future, status="failed", payload=None, error_status=status, error=text, finished_at=time.time())
 
     def _execute(self, work: Work) -> Future:
-        """Runs a call, in its queue's thread. Whatever happens becomes its outcome."""
+        """Runs a call, in its queue's thread. Whatever happens becomes its outcome. It is counted, timed, traced, and its log lines know it."""
+        future, begun, waited_s = work.future, time.perf_counter(), time.monotonic() - work.arrived_at
+        tracing = self._service.tracing
+        attributes = {"twinkle.queue": future.queue, "twinkle.request_id": future.request_id, "twinkle.run_id": future.run_id or ""}
+        with log_context(request_id=future.request_id, tenant=future.tenant), tracing.call(future.kind, attributes) as span:
+            ended = self._run(work)
+            if ended.status == "failed" and (ended.error_status or 500) >= 500:
+                tracing.fail(span, ended.error or "")
+        self._service.metrics.call(future.queue, future.kind, ended.status, wait_s=waited_s, run_s=time.perf_counter() - begun)
+        return ended
+
+    def _run(self, work: Work) -> Future:
         future = work.future
         try:
             if work.durable and not self._service.store.begin_future(future.id):
@@ -291,10 +303,10 @@ class Calls:
             except Exception as error:  # whatever a call raises is the call's outcome, and the queue goes on
                 outcome = describe(error)
                 level = logging.ERROR if outcome.status >= 500 else logging.INFO
-                logger.log(level, "%s of %s failed [%s]: %s", future.kind, future.tenant, future.request_id, error, exc_info=outcome.status >= 500)
+                logger.log(level, "%s of %s failed: %s", future.kind, future.tenant, error, exc_info=outcome.status >= 500)
             return self._finish(work, outcome)
         except Exception:  # the database does not answer: the future stays as it is there, and the waiting client hears of it
-            logger.exception("the outcome of %s could not be stored [%s]", future.kind, future.request_id)
+            logger.exception("the outcome of %s could not be stored", future.kind)
             return replace(future, status="failed", error_status=500, error="the outcome could not be stored")
         finally:
             work.value = None

@@ -17,7 +17,9 @@ from starlette.exceptions import HTTPException
 from twinkle_client.types import ErrorBody
 
 from .._config import ServerConfig
+from .._dashboard import include_dashboard
 from .._errors import ApiError
+from .._observing import Observer
 from .._service import Service
 from ..native import include_native
 from ._json import validation_detail
@@ -74,6 +76,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     app.state.service = served
     include_native(app, served, f"{API}{config.route_prefix}", API)
+    include_dashboard(app, f"{API}{config.route_prefix}")
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
@@ -85,6 +88,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         timeout_s=limits.body_timeout_s,
         is_stream=lambda scope: scope["path"].endswith("/upload") and scope["method"] == "POST",
     )
+    app.add_middleware(Observer, metrics=served.metrics, tracing=served.tracing)  # pyright: ignore[reportArgumentType]
     app.add_middleware(RequestIds)  # pyright: ignore[reportArgumentType]
     return app
 
