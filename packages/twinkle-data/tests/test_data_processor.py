@@ -248,3 +248,15 @@ def test_position_ids_that_begin_anew_are_several_sequences():
 def test_padding_on_the_left_is_for_plain_rows(options):
     with pytest.raises(FormatError, match="padding_side is 'left'; padding-free rows"):
         InputProcessor(padding_side="left", **options)
+
+
+def test_targets_of_their_own_take_the_place_of_the_tokens_that_follow():
+    own = InputFeature(input_ids=[1, 2, 3], targets=[9, 8, 7])
+    plain = InputFeature(input_ids=[4, 5, 6])
+    batch = InputProcessor(pad_token_id=0)([own, plain])
+    np.testing.assert_array_equal(batch.targets, [[8, 7, 0], [5, 6, 0]])
+    np.testing.assert_array_equal(batch.input_ids, [[1, 2, 3], [4, 5, 6]])
+    with pytest.raises(FormatError, match=r"targets\[1\] is negative"):
+        InputFeature(input_ids=[1, 2], targets=[1, -100])
+    with pytest.raises(FormatError, match="targets has shape"):
+        InputFeature(input_ids=[1, 2], targets=[1])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import operator
 import os
 import time
@@ -155,6 +156,43 @@ def test_an_interrupted_or_damaged_cache_does_not_count(tmp_path):
     (folder / "rows.bin").write_bytes(b"")
     with pytest.raises(DatasetError, match="are damaged; delete the folder"):
         Dataset([1]).map(str, cache_dir=tmp_path)
+
+
+class DoubleTogether(Factor):
+    """Doubles; at the first row it waits until every process is there."""
+
+    def __init__(self, everyone):
+        self.everyone = everyone
+
+    def __call__(self, row):
+        if row["a"] == 0:
+            self.everyone.wait(timeout=60)
+        return 2 * row["a"]
+
+    def fingerprint_parts(self):
+        return "DoubleTogether"
+
+
+def test_several_processes_may_fill_one_cache_entry_at_the_same_time(tmp_path):
+    processes = multiprocessing.get_context("fork")
+    rows = [{"a": index} for index in range(2000)]
+    everyone = processes.Barrier(4)
+
+    def work(results):
+        results.put(list(Dataset(rows).map(DoubleTogether(everyone), cache_dir=tmp_path)))
+
+    results = processes.SimpleQueue()
+    workers = [processes.Process(target=work, args=(results,)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    made = [results.get() for _ in workers]
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert made == [[2 * row["a"] for row in rows]] * 4
+    assert len(list(tmp_path.iterdir())) == 1, "the entry, and nothing unfinished"
+    # A barrier that nobody else comes to: the entry is read, not made again.
+    assert list(Dataset(rows).map(DoubleTogether(processes.Barrier(2)), cache_dir=tmp_path)) == made[0]
 
 
 def test_another_template_is_another_cache_entry(make_tokenizer, tmp_path):

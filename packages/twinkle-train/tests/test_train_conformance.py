@@ -213,6 +213,24 @@ def _beside(check, **options):
 _gradients = _beside(conformance.check_loss_and_gradients, micro_batch_size=2)
 
 
+class ForgetsMomentsWhenAdjusted(ReferenceTrainer):
+    def _adjust_optimizer(self, adapter_name, config):
+        self._make_optimizer(adapter_name, config)
+
+
+class IgnoresAdjustedBetas(ReferenceTrainer):
+    def _adjust_optimizer(self, adapter_name, config):
+        super()._adjust_optimizer(adapter_name, replace(config, betas=(0.9, 0.99)))
+
+
+class DecaysNorms(ReferenceTrainer):
+    def _adjust_optimizer(self, adapter_name, config):
+        super()._adjust_optimizer(adapter_name, config)
+        assert self._optimizer is not None
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = config.weight_decay
+
+
 @pytest.mark.parametrize(
     ("broken", "check", "message"),
     [
@@ -243,6 +261,9 @@ _gradients = _beside(conformance.check_loss_and_gradients, micro_batch_size=2)
         (ForgetsWeights, _resume, "steps after resuming"),
         (ForgetsSchedule, _resume, "steps after resuming"),
         (ForgetsUserState, _resume, "resume_from_checkpoint returned"),
+        (ForgetsMomentsWhenAdjusted, _alone(conformance.check_adjusted_optimizer), "weights after adjust_optimizer"),
+        (IgnoresAdjustedBetas, _alone(conformance.check_adjusted_optimizer), "weights after adjust_optimizer"),
+        (DecaysNorms, _alone(conformance.check_adjusted_optimizer), "weights after adjust_optimizer"),
         (AllowsAnyOrder, _alone(conformance.check_call_order), "step without gradients"),
     ],
 )
@@ -423,3 +444,59 @@ def test_rollout_rows_reach_the_clip_and_have_a_reference(trainer):
 def test_a_folder_without_a_checkpoint_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         ReferenceTrainer(tmp_path)
+
+
+class SumLoss(CrossEntropyLoss):
+    reduction = "sum"
+
+
+def test_a_loss_may_leave_its_gradients_undivided_through_accumulation_clipping_and_step(checkpoint):
+    rows = random_features()
+    mean, total = ReferenceTrainer(checkpoint), ReferenceTrainer(checkpoint)
+    for trainer, loss in ((mean, CrossEntropyLoss()), (total, SumLoss())):
+        trainer.set_loss(loss)
+        trainer.set_optimizer("sgd", lr=1e-3)
+    whole = mean.forward_backward(rows)
+    parts = [total.forward_backward(rows[:2]), total.forward_backward(rows[2:])]
+    sums = [(part.loss or 0.0) * part.loss_weight for part in (whole, *parts)]
+    assert sum(sums[1:]) == pytest.approx(sums[0])
+    norm = mean.clip_grad_norm(float("inf"))
+    assert total.clip_grad_norm(float("inf")) == pytest.approx(norm * whole.loss_weight, rel=1e-5)
+    for name, gradient in total.export_gradients().items():
+        np.testing.assert_allclose(gradient, mean.export_gradients()[name] * whole.loss_weight, rtol=1e-3, atol=1e-5 * norm * whole.loss_weight)
+    before = total.export_weights()
+    gradients = total.export_gradients()
+    total.step()
+    for name, weight in total.export_weights().items():
+        np.testing.assert_allclose(weight, before[name] - 1e-3 * gradients[name], rtol=0, atol=1e-6)
+
+
+def test_sums_and_means_are_not_added_and_a_sum_over_nothing_is_a_step(checkpoint):
+    trainer = ReferenceTrainer(checkpoint)
+    trainer.set_optimizer("sgd", lr=1e-3)
+    trainer.set_loss(SumLoss())
+    trainer.forward_backward(random_features())
+    trainer.set_loss("cross_entropy")
+    with pytest.raises(CallOrderError, match="cannot be added"):
+        trainer.forward_backward(random_features())
+    trainer.zero_grad()
+    trainer.forward_backward(random_features())
+
+
+def test_log_probabilities_may_be_asked_of_other_tokens_than_those_that_follow(checkpoint):
+    tokens, others = [5, 6, 7, 8, 9], [0, 11, 12, 8, 14]
+    (have,) = ReferenceTrainer(checkpoint).forward_only([InputFeature(input_ids=tokens, targets=others)]).logprobs or []
+    for t in range(1, 5):
+        (want,) = ReferenceTrainer(checkpoint).forward_only([InputFeature(input_ids=[*tokens[:t], others[t]])]).logprobs or []
+        assert have[t] == pytest.approx(want[t], abs=1e-5)
+    beyond = InputFeature(input_ids=tokens, targets=[0, 10**6, 0, 0, 0])
+    with pytest.raises(InputError, match="targets has the token 1000000"):
+        Vocabulary(checkpoint).forward_only([beyond])
+
+
+class Vocabulary(ReferenceTrainer):
+    """Knows the size of its vocabulary, as engines do."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])

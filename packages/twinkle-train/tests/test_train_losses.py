@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from twinkle_train import ConfigError, CrossEntropyLoss, GRPOLoss, InputError, LossInput, LossOutput, resolve_loss
+from twinkle_train import (
+    CISPOLoss,
+    ConfigError,
+    CrossEntropyLoss,
+    DROLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    InputError,
+    LossInput,
+    LossOutput,
+    ReinforceLoss,
+    resolve_loss,
+)
 
 MASK = np.array([[0, 1, 1, 0.5, 0, 0], [1, 1, 2, 1, 1, 0]], dtype=np.float32)
 # Row 0 holds one sequence and padding, row 1 two packed sequences.
@@ -231,7 +244,7 @@ def test_resolve_loss_takes_names_classes_instances_and_functions():
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        ("grop", {}, "known are cross_entropy, grpo"),
+        ("grop", {}, "known are cispo, cross_entropy"),
         ("grpo", {"eps": 0.1}, "eps"),
         (GRPOLoss(), {"beta": 1.0}, "ready loss"),
         (dict, {}, "not a loss"),
@@ -244,3 +257,97 @@ def test_resolve_loss_takes_names_classes_instances_and_functions():
 def test_wrong_losses_and_options_are_refused(loss, options, message):
     with pytest.raises(ConfigError, match=message):
         resolve_loss(loss, **options)
+
+
+def _per_token(loss: Any, logprob: torch.Tensor, old: float, advantage: float, sequence: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """The term of one token, as the papers write it; `sequence`: log-probabilities of its sequence's trained tokens, new and old."""
+    ratio = torch.exp(logprob - old)
+    match loss:
+        case ReinforceLoss():
+            return -advantage * logprob
+        case ImportanceSamplingLoss():
+            return -advantage * ratio
+        case CISPOLoss():
+            return -advantage * min(max(float(ratio), loss.low), loss.high) * logprob
+        case DROLoss():
+            return -(advantage * logprob - loss.beta / 2 * (logprob - old) ** 2)
+        case GSPOLoss():
+            whole = np.exp(np.mean([float(new) - before for new, before in sequence]))
+            ratio = whole * torch.exp(logprob - logprob.detach())
+    low, high = (loss.epsilon, loss.epsilon if loss.epsilon_high is None else loss.epsilon_high)
+    return -torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ReinforceLoss(),
+        ImportanceSamplingLoss(),
+        CISPOLoss(),
+        CISPOLoss(low=0.9, high=1.2),
+        DROLoss(beta=0.3),
+        GSPOLoss(epsilon=0.1, epsilon_high=0.2),
+        GRPOLoss(epsilon=0.2, epsilon_high=0.28),
+    ],
+    ids=lambda loss: repr(loss)[:24],
+)
+def test_a_policy_loss_and_its_gradient_are_those_of_its_formula(loss):
+    inputs = loss_input(seed=3, without=("entropy_BT", "ref_logprobs_BT"))
+    x = numpy_of(inputs)
+    leaf = inputs.logprobs_BT.detach().clone().requires_grad_()
+    places = [(b, t) for b in range(MASK.shape[0]) for t in range(MASK.shape[1]) if MASK[b, t]]
+    want = torch.zeros((), dtype=torch.float64)
+    for b, t in places:
+        sequence = [(leaf[p].detach(), x["old_logprobs_BT"][p]) for p in places if IDS[p] == IDS[b, t]]
+        want = want + float(MASK[b, t]) * _per_token(loss, leaf[b, t], x["old_logprobs_BT"][b, t], x["advantages_BT"][b, t], sequence)
+    (gradient,) = torch.autograd.grad(want, leaf)
+    have = loss(inputs)
+    assert have.sum.item() == pytest.approx(want.item(), rel=1e-12)
+    assert float(have.weight) == pytest.approx(MASK.sum())
+    (have_gradient,) = torch.autograd.grad(have.sum, inputs.logprobs_BT)
+    np.testing.assert_allclose(have_gradient.numpy(), gradient.numpy(), rtol=1e-10, atol=1e-12)
+    if not isinstance(loss, ReinforceLoss):
+        gaps = [x["logprobs_BT"][p] - x["old_logprobs_BT"][p] for p in places]
+        assert have.metrics["logprob_gap"].compute() == pytest.approx(max(map(abs, gaps)))
+        assert have.metrics["ratio_max_deviation"].compute() == pytest.approx(max(abs(np.exp(gap) - 1) for gap in gaps))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "importance_sampling", "cispo", "dro", "gspo", "grpo"])
+def test_a_policy_loss_does_not_look_at_what_is_masked(name):
+    loss: Any = resolve_loss(name, reduction="sum")
+    assert loss.reduction == "sum"
+    inputs = loss_input(seed=4, without=("entropy_BT", "ref_logprobs_BT"))
+    want = loss(inputs)
+    hidden = torch.tensor(MASK) == 0
+    spoilt = inputs.logprobs_BT.detach().masked_fill(hidden, -1e4).requires_grad_()
+    old = inputs.old_logprobs_BT.masked_fill(hidden, -2e4)
+    have = loss(
+        LossInput(
+            logprobs_BT=spoilt,
+            mask_BT=inputs.mask_BT,
+            sequence_ids_BT=inputs.sequence_ids_BT,
+            old_logprobs_BT=old,
+            advantages_BT=inputs.advantages_BT,
+        )
+    )
+    assert float(have.sum) == pytest.approx(float(want.sum), rel=1e-12)
+    (gradient,) = torch.autograd.grad(have.sum, spoilt)
+    assert torch.isfinite(gradient).all()
+    assert (gradient[hidden] == 0).all()
+    with pytest.raises(InputError, match="advantages"):
+        loss(loss_input(without=("advantages_BT",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cispo", {"low": 2.0, "high": 1.0}),
+        ("dro", {"beta": -1.0}),
+        ("gspo", {"epsilon": 2.0}),
+        ("reinforce", {"reduction": "median"}),
+        ("grpo", {"reduction": "none"}),
+    ],
+)
+def test_options_of_a_policy_loss_that_are_out_of_range_are_refused(name, options):
+    with pytest.raises(ConfigError, match=next(iter(options)) if "low" not in options and name != "gspo" else "clip range"):
+        resolve_loss(name, **options)

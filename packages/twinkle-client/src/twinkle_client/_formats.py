@@ -107,7 +107,8 @@ class InputFeature:
     """One tokenised sequence. Every list is [T] and aligned with `input_ids`: entry t speaks of token t.
 
     input_ids: [T], T >= 1, none negative. labels: [T], `input_ids[t]` where token t is trained on, -100 elsewhere; None: `completion_mask`
-    decides, and without one every token is trained on. position_ids: [T], or [A][T] for A axes. completion_mask: [T], the token was sampled or
+    decides, and without one every token is trained on. targets: [T], the tokens whose log-probabilities are asked for, where they are not
+    `input_ids`. position_ids: [T], or [A][T] for A axes. completion_mask: [T], the token was sampled or
     written by the assistant. loss_weights: [T], a factor for each token's loss. logprobs: [T], natural log-probabilities under the policy that
     sampled; 0 where not sampled. ref_logprobs: [T], under a reference policy. advantages: a number for the whole completion, or [T].
     temperature: of `logprobs`, above 0. weight_version: of the weights that sampled; the oldest where several did. weight_versions: [T], -1
@@ -116,6 +117,7 @@ class InputFeature:
 
     input_ids: Annotated[list[Annotated[StrictInt, Field(ge=0)]], BeforeValidator(as_list), Field(min_length=1)]
     labels: Tokens | None = None
+    targets: Annotated[list[Annotated[StrictInt, Field(ge=0)]], BeforeValidator(as_list)] | None = None
     position_ids: Annotated[list[StrictInt] | list[list[StrictInt]], BeforeValidator(as_list)] | None = None
     completion_mask: Flags | None = None
     loss_weights: Numbers | None = None
@@ -129,7 +131,17 @@ class InputFeature:
 
     def __post_init__(self) -> None:
         length = len(self.input_ids)
-        for name in ("labels", "completion_mask", "loss_weights", "logprobs", "ref_logprobs", "advantages", "weight_versions", "position_ids"):
+        for name in (
+            "labels",
+            "targets",
+            "completion_mask",
+            "loss_weights",
+            "logprobs",
+            "ref_logprobs",
+            "advantages",
+            "weight_versions",
+            "position_ids",
+        ):
             value = getattr(self, name)
             if not isinstance(value, list):
                 continue

@@ -233,7 +233,8 @@ class Future(Answer):
 
 
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_TWINKLE_PATH = re.compile(rf"twinkle://(?P<run>{_ID})/(?P<kind>weights|sampler_weights)/(?P<name>{_ID})")
+_RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}"
+_TWINKLE_PATH = re.compile(rf"twinkle://(?P<run>{_RUN_ID})/(?P<kind>weights|sampler_weights)/(?P<name>{_ID})")
 
 
 class TwinklePath(Answer):
@@ -255,8 +256,8 @@ class TwinklePath(Answer):
 def parse_twinkle_path(path: str) -> TwinklePath:
     """The parts of a checkpoint's URI.
 
-    Ids and names are up to 128 ASCII letters, digits, '.', '_' and '-', and begin with a letter or a digit: nothing that a file system or a URL
-    reads in another way.
+    Ids and names are up to 128 ASCII letters, digits, '.', '_' and '-' (in ids also ':'), and begin with a letter or a digit: nothing that a file
+    system or a URL reads in another way.
 
     Raises:
         ValueError: anything else.

@@ -27,7 +27,8 @@ class Batch:
     Args:
         input_ids: int64; the pad token on padding.
         position_ids: int64; anew from each sequence; 0 on padding. `[A, B, T]` where a feature's have axes.
-        targets: int64; the next token's id (the pad token where there is none, so that it can be looked up in the vocabulary).
+        targets: int64; the next token's id, or that of the feature's own `targets` (the pad token where there is none, so that it can be looked
+            up in the vocabulary).
         loss_mask: float32; 0 where the target is not trained on, else 1 or the target's loss weight.
         valid: bool; the column holds a real token.
         sequence_ids: int64; the index of the sequence in the batch, -1 on padding.

@@ -30,6 +30,8 @@ class InputFeature:
         input_ids: int64 `[T]`, T >= 1, none negative.
         labels: int64 `[T]`: `input_ids[t]` where token t is trained on and -100 elsewhere. None: `completion_mask` decides, and
             without one every token is trained on.
+        targets: int64 `[T]`: the token whose log-probability is asked for at t, given `input_ids[:t]`, where it is not `input_ids[t]` itself
+            (distillation, scores of alternatives). None: the tokens themselves. `logprobs`, `advantages` and what trainers return speak of it.
         position_ids: int64 `[T]`, or `[A, T]` for A axes (multimodal rotary embeddings, arXiv 2409.12191). None: 0, 1, 2, ...
         completion_mask: bool `[T]`: the token was written by the assistant (sampled, in a feature that a sampler returned).
         loss_weights: float32 `[T]`: a factor for each token's loss.
@@ -48,6 +50,7 @@ class InputFeature:
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64] | None = None
+    targets: NDArray[np.int64] | None = None
     position_ids: NDArray[np.int64] | None = None
     completion_mask: NDArray[np.bool_] | None = None
     loss_weights: NDArray[np.float32] | None = None
@@ -66,6 +69,7 @@ class InputFeature:
             *,
             input_ids: ArrayLike,
             labels: ArrayLike | None = None,
+            targets: ArrayLike | None = None,
             position_ids: ArrayLike | None = None,
             completion_mask: ArrayLike | None = None,
             loss_weights: ArrayLike | None = None,
@@ -88,7 +92,7 @@ class InputFeature:
             raise FormatError(f"InputFeature.input_ids[{int(input_ids.argmin())}] is negative; padding is added by InputProcessor")
         length = len(input_ids)
         converted: dict[str, Any] = {"input_ids": input_ids}
-        for name in ("labels", "position_ids", "weight_versions"):
+        for name in ("labels", "targets", "position_ids", "weight_versions"):
             if (value := getattr(self, name)) is not None:
                 converted[name] = _same_length(name, _integers(name, value), length, axes=name == "position_ids")
         if self.completion_mask is not None:
@@ -112,6 +116,10 @@ class InputFeature:
                     f"InputFeature.labels[{t}] is {self.labels[t]}, input_ids[{t}] is {self.input_ids[t]}: a label is the token itself "
                     f"or {IGNORE_INDEX}. Labels are not shifted here; InputProcessor does that"
                 )
+        if self.targets is not None and self.targets.min() < 0:
+            raise FormatError(
+                f"InputFeature.targets[{int(self.targets.argmin())}] is negative; what is not trained on is told by labels or loss_weights"
+            )
         if self.position_ids is not None and self.position_ids.min() < 0:
             raise FormatError("InputFeature.position_ids holds a negative position")
         for name in ("logprobs", "ref_logprobs"):

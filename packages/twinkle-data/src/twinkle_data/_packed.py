@@ -19,6 +19,7 @@ from ._wording import a_kind
 _ALIGNED = (
     "input_ids",
     "labels",
+    "targets",
     "position_ids",
     "completion_mask",
     "loss_weights",

@@ -82,7 +82,7 @@ class InputProcessor:
             position_ids[..., row, own] = own_positions[index]
             sequence_ids[row, own] = index
             temperature[row, own] = feature.temperature
-            targets[row, shifted] = feature.input_ids[1:]
+            targets[row, shifted] = (feature.input_ids if feature.targets is None else feature.targets)[1:]
             mask[row, shifted] = loss_mask(feature)[1:]
             for name, array in optional.items():
                 value = getattr(feature, name)

@@ -3,7 +3,7 @@
 Nothing of the vocabulary's size travels: two all-reduces of a few numbers a token, as in Megatron-LM's vocabulary-parallel cross-entropy
 (arXiv:1909.08053, section 3).
 
-Shape suffixes: B rows, T tokens, V this rank's part of the vocabulary.
+Shape suffixes: B rows, T tokens, N all tokens of all rows, V this rank's part of the vocabulary.
 """
 
 from typing import Any
@@ -35,6 +35,10 @@ def gather_context(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     return values[None] if group.size() == 1 else _GatherContext.apply(values, group)  # pyright: ignore[reportReturnType]
 
 
+# Rows are worked on so many entries at a time: what is made in between stays in a CPU's cache, and is little beside the logits on a GPU.
+_ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -42,40 +46,50 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width = logits_BTV.shape[-1]
         first = group.rank() * width
-        scaled_BTV = logits_BTV.float() / temperature_BT[..., None]
-        # Columns beyond the real vocabulary exist only to make it divisible.
-        scaled_BTV[..., max(0, min(width, vocab_size - first)) :] = float("-inf")
-        max_BT = scaled_BTV.amax(-1)
+        # The largest tensor of a step: it becomes the probabilities in place.
+        probs_NV = logits_BTV.detach().float().reshape(-1, width)
+        temperature_N1, index_N1 = temperature_BT.reshape(-1, 1), targets_BT.reshape(-1, 1) - first
+        mine_N1 = (index_N1 >= 0) & (index_N1 < width)
+        index_N1 = torch.where(mine_N1, index_N1, 0)
+        step = max(1, _ENTRIES_AT_ONCE[logits_BTV.device.type] // width)
+        chunks = [slice(start, start + step) for start in range(0, len(probs_NV), step)]
+        max_N1 = torch.empty_like(temperature_N1)
+        for rows in chunks:
+            scaled = probs_NV[rows].div_(temperature_N1[rows])
+            # Columns beyond the real vocabulary exist only to make it divisible.
+            scaled[:, max(0, min(width, vocab_size - first)) :] = float("-inf")
+            torch.amax(scaled, -1, keepdim=True, out=max_N1[rows])
         if group.size() > 1:
-            dist.all_reduce(max_BT, dist.ReduceOp.MAX, group=group)
-        scaled_BTV -= max_BT[..., None]
-        index_BT = targets_BT - first
-        mine_BT = (index_BT >= 0) & (index_BT < width)
-        index_BT = torch.where(mine_BT, index_BT, 0)
-        target_BT = torch.where(mine_BT, scaled_BTV.gather(-1, index_BT[..., None])[..., 0], 0.0)
-        exp_BTV = scaled_BTV.exp()
-        # In place, for these are the largest tensors of a step. At padded columns exp(-inf) * -inf is NaN; the limit is 0. A NaN that is
-        # in the logits is still seen in the other sums.
-        weighted_BT = scaled_BTV.mul_(exp_BTV).nansum(-1)
-        sums = torch.stack([target_BT, exp_BTV.sum(-1), weighted_BT])
+            dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
+        sums = max_N1.new_empty(3, len(probs_NV))
+        for rows in chunks:
+            scaled = probs_NV[rows].sub_(max_N1[rows])
+            sums[0, rows] = torch.where(mine_N1[rows], scaled.gather(-1, index_N1[rows]), 0.0)[:, 0]
+            exp = scaled.exp()
+            sums[1, rows] = exp.sum(-1)
+            # At padded columns exp(-inf) * -inf is NaN; the limit is 0. A NaN that is in the logits is still seen in the other sums.
+            sums[2, rows] = scaled.mul_(exp).nansum(-1)
+            scaled.copy_(exp)
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
-        target_BT, total_BT, weighted_BT = sums.unbind()
-        log_total_BT = total_BT.log()
-        entropy_BT = log_total_BT - weighted_BT / total_BT
-        ctx.save_for_backward(exp_BTV.div_(total_BT[..., None]), index_BT, mine_BT, temperature_BT)
+        target_N, total_N, weighted_N = sums.unbind()
+        log_total_N = total_N.log()
+        entropy_N = log_total_N - weighted_N / total_N
+        ctx.save_for_backward(probs_NV.div_(total_N[:, None]), index_N1, mine_N1, temperature_N1)
         ctx.dtype = logits_BTV.dtype
+        ctx.shape = logits_BTV.shape
+        entropy_BT = entropy_N.view_as(targets_BT)
         ctx.mark_non_differentiable(entropy_BT)
-        return target_BT - log_total_BT, entropy_BT
+        return (target_N - log_total_N).view_as(targets_BT), entropy_BT
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        probs_BTV, index_BT, mine_BT, temperature_BT = ctx.saved_tensors
-        # d logp(target) / dz_v = [v is the target] - p_v, and z = logits / temperature.
-        grad_BT = grads[0] / temperature_BT
-        grad_BTV = probs_BTV * -grad_BT[..., None]
-        grad_BTV.scatter_add_(-1, index_BT[..., None], torch.where(mine_BT, grad_BT, 0.0)[..., None])
-        return grad_BTV.to(ctx.dtype), None, None, None, None
+        probs_NV, index_N1, mine_N1, temperature_N1 = ctx.saved_tensors
+        # d logp(target) / dz_v = [v is the target] - p_v, and z = logits / temperature. In place again: a second backward is an error of torch.
+        grad_N1 = grads[0].reshape(-1, 1) / temperature_N1
+        grad_NV = probs_NV.mul_(-grad_N1)
+        grad_NV.scatter_add_(-1, index_N1, torch.where(mine_N1, grad_N1, 0.0))
+        return grad_NV.view(ctx.shape).to(ctx.dtype), None, None, None, None
 
 
 def vocab_parallel_logprobs(
@@ -84,7 +98,7 @@ def vocab_parallel_logprobs(
     """The log-probability of each target, differentiable, and the entropy (nats) of its distribution, without a graph; float32 ``[B, T]``.
 
     Args:
-        logits_BTV: this rank's columns of the logits.
+        logits_BTV: this rank's columns of the logits, a temporary: float32 ones are overwritten.
         targets_BT: token ids in the whole vocabulary.
         temperature_BT: logits are divided by it first.
         vocab_size: the real size; columns beyond it have probability zero.

@@ -62,6 +62,13 @@ class Optimizer:
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
+    def adjust(self, config: OptimizerConfig) -> None:
+        """Other betas, eps and weight decay, with the states as they are."""
+        for group in self._groups():
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if config.name != "sgd" and "betas" in group:
+                group["betas"], group["eps"] = config.betas, config.eps
+
     def step(self, learning_rate: float) -> None:
         """Updates the parameters with the reduced gradients as they are; sharded states make it collective."""
         for group in self._groups():

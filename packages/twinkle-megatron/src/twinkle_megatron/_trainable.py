@@ -87,6 +87,11 @@ class Trainable:
         self.gradients.settle_parameters()
         self.optimizer = Optimizer(self.gradients.chunks, config, self._dtype, distributed=self._sharded)
 
+    def adjust_optimizer(self, config: OptimizerConfig) -> None:
+        """Other settings for the optimizer that is there."""
+        assert self.optimizer is not None, "the trainer checks that there is an optimizer"
+        self.optimizer.adjust(config)
+
     def make_optimizer_states(self, num_steps: int) -> None:
         """Makes the states that the optimizer has after so many steps, for a checkpoint to fill."""
         if self.optimizer is not None and num_steps:

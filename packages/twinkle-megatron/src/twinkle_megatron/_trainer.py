@@ -181,6 +181,9 @@ class MegatronTrainer(TrainerBase):
     def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
         self._engine.trainable(adapter_name).make_optimizer(config)
 
+    def _adjust_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        self._engine.trainable(adapter_name).adjust_optimizer(config)
+
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         self._checkpoints.check(self._engine.device)
         self._engine.step(adapter_name, learning_rate)

@@ -32,8 +32,9 @@ from ._loss import Loss, LossInput, LossOutput
 from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
 from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
-from ._optimizer import OptimizerConfig, build_torch_optimizer
+from ._optimizer import OptimizerConfig, adjust_torch_optimizer, build_torch_optimizer
 from ._pieces import Piece
+from ._policy_losses import CISPOLoss, DROLoss, GSPOLoss, ImportanceSamplingLoss, ReinforceLoss
 from ._process_group import init_process_group
 from ._remote import remote_train_methods
 from ._rewards import ExactMatchReward, Reward, last_word
@@ -45,6 +46,7 @@ from ._trainer import ComputeLoss, OnNonFinite, TokenOutputs, TrainerBase
 __all__ = [
     "AdapterProgress",
     "AnyMetric",
+    "CISPOLoss",
     "CallOrderError",
     "CheckpointError",
     "CheckpointInfo",
@@ -52,10 +54,13 @@ __all__ = [
     "ComputeLoss",
     "ConfigError",
     "CrossEntropyLoss",
+    "DROLoss",
     "ExactMatchReward",
     "GRPOAdvantage",
     "GRPOLoss",
+    "GSPOLoss",
     "Gradients",
+    "ImportanceSamplingLoss",
     "InputError",
     "Inputs",
     "LRSchedule",
@@ -72,6 +77,7 @@ __all__ = [
     "Piece",
     "ProcessGroupError",
     "ReduceGroups",
+    "ReinforceLoss",
     "Reward",
     "Row",
     "TokenOutputs",
@@ -81,6 +87,7 @@ __all__ = [
     "TrainState",
     "TrainerBase",
     "UnknownAdapterError",
+    "adjust_torch_optimizer",
     "begin_checkpoint",
     "build_torch_optimizer",
     "check_same_trainer",

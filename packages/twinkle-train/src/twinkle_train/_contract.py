@@ -142,6 +142,22 @@ class TrainModel(ABC):
         """A fresh optimizer (see `OptimizerConfig`): no state, step counter 0, constant learning rate until set_lr_scheduler."""
 
     @abstractmethod
+    def adjust_optimizer(
+        self,
+        *,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        adapter_name: str = "",
+    ) -> None:
+        """Other settings for the optimizer that is there, from the next step on; None keeps one. Its states, the step counter and the schedule
+        stay (`lr` is the rate that the schedule multiplies).
+
+        Raises CallOrderError without an optimizer, ConfigError for values out of range.
+        """
+
+    @abstractmethod
     def set_lr_scheduler(
         self,
         name: str = "constant",

@@ -87,6 +87,9 @@ class Loss(Protocol):
 
     To give the same result for every layout, micro-batching and accumulation, it must return a plain sum over its positions or
     sequences, never a mean, and the names of its metrics must depend on its options and on which inputs are present only.
+
+    Gradients are divided by the weight of all calls before a step. A loss with an attribute `reduction = "sum"` leaves its gradients
+    undivided, as services that define a loss as a sum over tokens have it; `ModelOutput.loss` is the mean all the same.
     """
 
     def __call__(self, inputs: LossInput, /) -> LossOutput:

@@ -11,31 +11,9 @@ from torch import Tensor
 
 from ._errors import ConfigError
 from ._loss import Loss, LossInput, LossOutput
-from ._metrics import AnyMetric, MaxMetric, Metric
-
-
-def _total(values: Tensor) -> Tensor:
-    # In double: thousands of tokens are summed, and the same tokens must give the same sum however they are split.
-    return values.sum(dtype=torch.float64)
-
-
-def _mean_metric(values_BT: Tensor, trained_BT: Tensor) -> Metric:
-    return Metric(_total(torch.where(trained_BT, values_BT.detach(), 0.0)), _total(trained_BT))
-
-
-def _max_metric(values_BT: Tensor, trained_BT: Tensor) -> MaxMetric:
-    return MaxMetric(torch.where(trained_BT, values_BT.detach(), 0.0).max())
-
-
-def _sequence_means(values_BT: Tensor, mask_BT: Tensor, sequence_ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Per sequence the mask-weighted mean of the values, and whether the sequence has any weight; both [sequences]."""
-    ids, index = torch.unique(sequence_ids_BT, return_inverse=True)
-    index, dtype = index.reshape(-1), torch.float64
-    zeros = torch.zeros(len(ids), dtype=dtype, device=values_BT.device)
-    sums = zeros.index_add(0, index, (values_BT * mask_BT).reshape(-1).to(dtype))
-    weights = zeros.index_add(0, index, mask_BT.reshape(-1).to(dtype))
-    counted = weights > 0
-    return sums / torch.where(counted, weights, 1.0), counted
+from ._loss_parts import Reduction, check_reduction, max_metric, mean_metric, sequence_means, total
+from ._metrics import AnyMetric
+from ._policy_losses import POLICY_LOSSES
 
 
 @dataclass(frozen=True)
@@ -52,8 +30,8 @@ class CrossEntropyLoss:
         nll_BT = -torch.where(trained_BT, inputs.logprobs_BT, 0.0)
         metrics: dict[str, AnyMetric] = {}
         if inputs.entropy_BT is not None:
-            metrics["entropy"] = _mean_metric(inputs.entropy_BT, trained_BT)
-        return LossOutput(_total(nll_BT * mask_BT), _total(mask_BT), metrics)
+            metrics["entropy"] = mean_metric(inputs.entropy_BT, trained_BT)
+        return LossOutput(total(nll_BT * mask_BT), total(mask_BT), metrics)
 
 
 @dataclass(frozen=True)
@@ -66,7 +44,7 @@ class GRPOLoss:
 
     epsilon: lower (and upper) clip range. epsilon_high: upper clip range, by default epsilon. beta: weight of the KL term; above 0 it
     needs ref_logprobs. aggregation: 'token' sums tokens and weighs by tokens (DAPO's token mean); 'sequence' takes each sequence's mean,
-    sums those and weighs by sequences (GRPO as published).
+    sums those and weighs by sequences (GRPO as published). reduction: 'sum' leaves gradients undivided (see `Loss`).
 
     Metrics over trained tokens: `ratio_max_deviation` (maximum of |r - 1|), `logprob_gap` (maximum of |logprobs - old_logprobs|),
     `clip_fraction` (share of tokens whose gradient the clip cut off), `kl_ref` (mean of k3) when ref_logprobs are there, also with
@@ -79,8 +57,10 @@ class GRPOLoss:
     epsilon_high: float | None = None
     beta: float = 0.0
     aggregation: Literal["token", "sequence"] = "token"
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
+        check_reduction(self.reduction)
         if not 0 <= self.epsilon < 1:
             raise ConfigError(f"epsilon must be in [0, 1), got {self.epsilon}")
         if self.epsilon_high is not None and self.epsilon_high < 0:
@@ -102,22 +82,22 @@ class GRPOLoss:
         clipped_BT = ratio_BT.clamp(1 - self.epsilon, 1 + high) * advantages_BT
         losses_BT = -torch.minimum(plain_BT, clipped_BT)
         metrics: dict[str, AnyMetric] = {
-            "ratio_max_deviation": _max_metric((ratio_BT - 1).abs(), trained_BT),
-            "logprob_gap": _max_metric(log_ratio_BT.abs(), trained_BT),
-            "clip_fraction": _mean_metric((clipped_BT < plain_BT).to(mask_BT.dtype), trained_BT),
+            "ratio_max_deviation": max_metric((ratio_BT - 1).abs(), trained_BT),
+            "logprob_gap": max_metric(log_ratio_BT.abs(), trained_BT),
+            "clip_fraction": mean_metric((clipped_BT < plain_BT).to(mask_BT.dtype), trained_BT),
         }
         kl_BT = self._kl(inputs, trained_BT)
         if kl_BT is not None:
-            metrics["kl_ref"] = _mean_metric(kl_BT, trained_BT)
+            metrics["kl_ref"] = mean_metric(kl_BT, trained_BT)
             if self.beta > 0:
                 losses_BT = losses_BT + self.beta * kl_BT
         if inputs.entropy_BT is not None:
-            metrics["entropy"] = _mean_metric(inputs.entropy_BT, trained_BT)
+            metrics["entropy"] = mean_metric(inputs.entropy_BT, trained_BT)
         losses_BT = torch.where(trained_BT, losses_BT, 0.0)
         if self.aggregation == "token":
-            return LossOutput(_total(losses_BT * mask_BT), _total(mask_BT), metrics)
-        means, counted = _sequence_means(losses_BT, mask_BT, inputs.sequence_ids_BT)
-        return LossOutput(means.sum(), _total(counted), metrics)
+            return LossOutput(total(losses_BT * mask_BT), total(mask_BT), metrics)
+        means, counted = sequence_means(losses_BT, mask_BT, inputs.sequence_ids_BT)
+        return LossOutput(means.sum(), total(counted), metrics)
 
     def _kl(self, inputs: LossInput, trained_BT: Tensor) -> Tensor | None:
         if self.beta > 0:
@@ -131,11 +111,13 @@ class GRPOLoss:
         return torch.expm1(difference_BT) - difference_BT
 
 
-_LOSSES: dict[str, type[CrossEntropyLoss] | type[GRPOLoss]] = {"cross_entropy": CrossEntropyLoss, "grpo": GRPOLoss}
+_LOSSES: dict[str, type] = {"cross_entropy": CrossEntropyLoss, "grpo": GRPOLoss, **POLICY_LOSSES}
 
 
 def resolve_loss(loss: str | type | Callable[[LossInput], LossOutput], **kwargs: object) -> Loss:
-    """A loss from its name ('cross_entropy', 'grpo', or the class name), its class, or itself.
+    """A loss from its name, its class, or itself.
+
+    Names: 'cross_entropy', 'grpo', 'reinforce', 'importance_sampling', 'cispo', 'dro', 'gspo', and those of their classes.
 
     The keywords go to the constructor. An instance (or a function) takes none.
 

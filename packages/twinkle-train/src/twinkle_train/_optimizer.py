@@ -64,10 +64,19 @@ def build_torch_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Param
     if not trained:
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay, "decays": True},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0, "decays": False},
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def adjust_torch_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Gives an optimizer of `build_torch_optimizer` the betas, eps and weight decay of a configuration of the same kind."""
+    for group in optimizer.param_groups:
+        if group["decays"]:
+            group["weight_decay"] = config.weight_decay
+        if config.name != "sgd":
+            group["betas"], group["eps"] = config.betas, config.eps

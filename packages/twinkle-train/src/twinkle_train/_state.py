@@ -35,7 +35,8 @@ class TrainState(Generic[PendingT]):
     `backward`; nothing else writes it, so a `forward_only` between them changes nothing.
 
     lora: how the adapter is configured; None: the base model.
-    num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight.
+    num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight; 1 when the loss wants its
+    gradients undivided (`reduction = "sum"`), as `undivided` tells.
     step: optimizer steps taken. learning_rate: the one that the next step uses.
     non_finite: the next step is to be skipped, since a loss or gradient is NaN or infinite.
     norm_is_known: the gradients' norm was measured, and is finite. num_skipped: steps skipped since metrics were taken.
@@ -49,6 +50,7 @@ class TrainState(Generic[PendingT]):
     gradients: Gradients = Gradients.NONE
     accumulated_weight: float = 0.0
     num_accumulated: int = 0
+    undivided: bool = False
     step: int = 0
     learning_rate: float = 0.0
     pending: PendingT | None = None
@@ -83,6 +85,11 @@ class TrainState(Generic[PendingT]):
         self.schedule, self.step, self.used_learning_rate = LRSchedule(), 0, None
         self.update_learning_rate()
 
+    def adjust_optimizer(self, config: OptimizerConfig) -> None:
+        """Takes other settings of the optimizer that is there; counters and schedule stay."""
+        self.optimizer = config
+        self.update_learning_rate()
+
     def set_schedule(self, schedule: LRSchedule) -> None:
         """Takes the schedule; CallOrderError without an optimizer."""
         self.require_optimizer("set_lr_scheduler")
@@ -101,12 +108,19 @@ class TrainState(Generic[PendingT]):
             raise CallOrderError(f"{method} after step: call zero_grad() first, or the old gradients would be added to the new")
         if self.gradients is Gradients.MEANS:
             raise CallOrderError(f"{method} after clip_grad_norm: the gradients are means already; call step() and zero_grad() first")
+        if self.num_accumulated and self.undivided != self._wants_sum:
+            raise CallOrderError(f"{method}: gradients of a loss with reduction 'sum' and of one without cannot be added: take the step between them")
+
+    @property
+    def _wants_sum(self) -> bool:
+        return getattr(self.loss, "reduction", "mean") == "sum"
 
     def add_gradients(self, totals: Totals) -> None:
         """Counts one backward whose global totals these are."""
         self.check_can_accumulate("backward")
         self.gradients = Gradients.SUMS
-        self.accumulated_weight += totals.weight
+        self.undivided = self._wants_sum
+        self.accumulated_weight = 1.0 if self.undivided else self.accumulated_weight + totals.weight
         self.num_accumulated += 1
 
     def add_non_finite(self) -> None:
@@ -159,6 +173,7 @@ class TrainState(Generic[PendingT]):
         """Forgets gradients and their weight; a pending forward stays."""
         self.gradients = Gradients.NONE
         self.accumulated_weight = 0.0
+        self.undivided = False
         self.num_accumulated = 0
         self.non_finite = self.norm_is_known = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -131,6 +131,10 @@ class TrainerBase(TrainModel):
     @abstractmethod
     def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
         """Replaces the optimizer by a fresh one."""
+
+    @abstractmethod
+    def _adjust_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        """Other settings (betas, eps, weight decay) for the optimizer that is there; its kind and its momentum are as they were."""
 
     @abstractmethod
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
@@ -307,6 +311,21 @@ class TrainerBase(TrainModel):
         self._make_optimizer(adapter_name, config)
         state.set_optimizer(config)
 
+    def adjust_optimizer(
+        self,
+        *,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        adapter_name: str = "",
+    ) -> None:
+        state = self._state(adapter_name)
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        config = replace(state.require_optimizer("adjust_optimizer"), **{name: value for name, value in given.items() if value is not None})
+        self._adjust_optimizer(adapter_name, config)
+        state.adjust_optimizer(config)
+
     def set_lr_scheduler(
         self,
         name: str = "constant",
@@ -436,11 +455,12 @@ class TrainerBase(TrainModel):
                 raise InputError(f"a trainer takes InputFeature, PackedFeature or Trajectory, got {type(row).__name__}")
         if self._vocab_size is not None:
             for index, feature in enumerate(features):
-                if feature.input_ids.max() >= self._vocab_size:
-                    raise InputError(
-                        f"inputs[{index}].input_ids has the token {feature.input_ids.max()}, and the model's vocabulary has "
-                        f"{self._vocab_size}: encode with the tokenizer of this model."
-                    )
+                for name, tokens in _tokens_of(feature):
+                    if tokens.max() >= self._vocab_size:
+                        raise InputError(
+                            f"inputs[{index}].{name} has the token {tokens.max()}, and the model's vocabulary has "
+                            f"{self._vocab_size}: encode with the tokenizer of this model."
+                        )
         return features
 
     def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
@@ -494,6 +514,13 @@ class TrainerBase(TrainModel):
     def _clear(self, state: TrainState[PendingForward]) -> None:
         self._zero_gradients(state.adapter_name)
         state.clear_gradients()
+
+
+def _tokens_of(feature: Row) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    yield "input_ids", feature.input_ids
+    for one in feature.features if isinstance(feature, PackedFeature) else (feature,):
+        if one.targets is not None:
+            yield "targets", one.targets
 
 
 def _compute(loss: Loss, batch: Batch, outputs: TokenOutputs) -> LossOutput:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from twinkle_train import OptimizerConfig, Piece, build_torch_optimizer
+from twinkle_train import OptimizerConfig, Piece, adjust_torch_optimizer, build_torch_optimizer
 
 from ._weights import Weights
 
@@ -20,6 +20,11 @@ class Optimizer:
         self._weights = weights
         self._config = config
         self._optimizer = build_torch_optimizer(config, [weight.local for weight in weights.trained])
+
+    def adjust(self, config: OptimizerConfig) -> None:
+        """Other settings, with the states as they are."""
+        self._config = config
+        adjust_torch_optimizer(self._optimizer, config)
 
     def step(self, learning_rate: float) -> None:
         """One step with the gradients as they are."""

@@ -250,6 +250,11 @@ class TransformersTrainer(TrainerBase):
         del adapter_name
         self._optimizer = Optimizer(self._weights, config)
 
+    def _adjust_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        del adapter_name
+        assert self._optimizer is not None, "the trainer checks that there is an optimizer"
+        self._optimizer.adjust(config)
+
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         del adapter_name
         assert self._optimizer is not None, "the trainer checks that there is an optimizer"

@@ -15,7 +15,7 @@ from twinkle_data import Batch, InputProcessor
 
 from .._checkpoints import CheckpointInfo, begin_checkpoint, publish_checkpoint
 from .._errors import CallOrderError, ConfigError, InputError
-from .._optimizer import OptimizerConfig, build_torch_optimizer
+from .._optimizer import OptimizerConfig, adjust_torch_optimizer, build_torch_optimizer
 from .._totals import ReduceGroups
 from .._trainer import ComputeLoss, TokenOutputs, TrainerBase
 from ._attention import PER_SEQUENCE, register_per_sequence
@@ -99,6 +99,10 @@ class ReferenceTrainer(TrainerBase):
 
     def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
         self._optimizer = build_torch_optimizer(config, self._model.parameters())
+
+    def _adjust_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
+        assert self._optimizer is not None, "the trainer checks that there is an optimizer"
+        adjust_torch_optimizer(self._optimizer, config)
 
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         if self._optimizer is None:

@@ -29,6 +29,7 @@ __all__ = [
     "FP32",
     "Tolerance",
     "check_accumulation_equals_one_batch",
+    "check_adjusted_optimizer",
     "check_call_order",
     "check_clipping",
     "check_first_ratio_is_one",
@@ -315,6 +316,38 @@ def check_learning_rate(trainer: TrainModel, rows: Rows, *, share: slice = ALL, 
     _clear(trainer)
 
 
+def check_adjusted_optimizer(trainer: TrainModel, rows: Rows, *, share: slice = ALL, main: bool = True, tolerance: Tolerance = FP32) -> None:
+    """adjust_optimizer changes AdamW's rate, betas, eps and decay, and keeps its moments: the step after it is the formula's."""
+    _set_up(trainer)
+    trainer.set_optimizer("adamw", lr=0.0, betas=(0.9, 0.99), eps=1.0)
+    trainer.forward_backward(rows[share])
+    gradients = trainer.export_gradients()
+    trainer.step()  # of rate 0: the moments are there, and the next gradient is the same
+    trainer.zero_grad()
+    trainer.adjust_optimizer(lr=0.01, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1)
+    before = trainer.export_weights()
+    trainer.forward_backward(rows[share])
+    trainer.step()
+    trainer.zero_grad()
+    after = trainer.export_weights()
+    compare_numbers("metric 'lr' of an adjusted optimizer", trainer.calculate_metric()["lr"], 0.01, 1e-12)
+    if main:
+        want = {name: _second_adamw_step(before[name], gradients[name]) for name in before if name in gradients}
+        # A change of the gradient moves the update by at most rate / eps times as much.
+        atol = tolerance.everything * 0.01 / 1e-3 * largest(gradients) + 2.0**-22 * largest(before)
+        compare_tensors("weights after adjust_optimizer and a step", {name: after[name] for name in want}, want, rtol=0, atol=atol)
+    trainer.set_optimizer("sgd", lr=0.0)
+    _clear(trainer)
+
+
+def _second_adamw_step(weight: NDArray[np.floating[Any]], gradient: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    g = gradient.astype(np.float64)
+    mean = (0.5 * (1 - 0.9) + (1 - 0.5)) * g / (1 - 0.5**2)
+    square = (0.9 * (1 - 0.99) + (1 - 0.9)) * g * g / (1 - 0.9**2)
+    decay = 0.1 if weight.ndim >= 2 else 0.0
+    return weight * (1 - 0.01 * decay) - 0.01 * mean / (np.sqrt(square) + 1e-3)
+
+
 def check_call_order(trainer: TrainModel, rows: Rows, *, share: slice = ALL) -> None:
     """Calls in a wrong order are errors that name the missing call, and leave the trainer usable."""
     _set_up(trainer)
@@ -431,6 +464,7 @@ def run_all(
     check_save(trainer, path, main=main)
     check_resume(trainer, f"{os.fspath(path)}-training", rows, share=share, main=main)
     check_learning_rate(trainer, rows, share=share, main=main, tolerance=tolerance)
+    check_adjusted_optimizer(trainer, rows, share=share, main=main, tolerance=tolerance)
 
 
 def expect_call_order_error(what: str, call: Callable[[], object], *, naming: str) -> None:
