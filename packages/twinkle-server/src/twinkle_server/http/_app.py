@@ -22,6 +22,7 @@ from .._errors import ApiError
 from .._observing import Observer
 from .._service import Service
 from ..native import include_native
+from ..tinker import include_tinker
 from ._json import validation_detail
 from ._limits import BodyLimit, RequestIds
 
@@ -76,6 +77,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     )
     app.state.service = served
     include_native(app, served, f"{API}{config.route_prefix}", API)
+    include_tinker(app, served, API)
     include_dashboard(app, f"{API}{config.route_prefix}")
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _invalid)
