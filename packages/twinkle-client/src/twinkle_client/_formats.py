@@ -260,13 +260,15 @@ class ModelOutput:
     """What a trainer returns for a batch.
 
     loss: the weighted mean over all ranks; None when no loss was asked for. loss_weight: what the mean was divided by. logprobs: for each sequence
-    [T], aligned with its `input_ids` (index 0 is 0). entropy: the same of the predictive distribution's entropy, in nats. metrics: plain numbers.
+    [T], aligned with its `input_ids` (index 0 is 0). entropy: the same of the predictive distribution's entropy, in nats. router_logits: for each
+    sequence [T][layers][experts]; None unless the trainer was asked to keep them. metrics: plain numbers.
     """
 
     loss: float | None = None
     loss_weight: float = 0.0
     logprobs: list[Annotated[list[float], BeforeValidator(as_list)]] | None = None
     entropy: list[Annotated[list[float], BeforeValidator(as_list)]] | None = None
+    router_logits: list[Annotated[list[list[list[float]]], BeforeValidator(as_list)]] | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
