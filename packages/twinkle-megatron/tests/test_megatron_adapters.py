@@ -161,6 +161,15 @@ def sent_on_rank(path: Path, sizes: dict[str, Any], rows: list[Any]) -> None:
         assert list(pack(source.iter_weights(), 1 << 16, Ledger()))
         with pytest.raises(UnknownAdapterError):
             AdapterSource(trainer, "other")
+        # A removed adapter is gone, and its name begins anew.
+        logprobs = trainer.forward_only(rows).logprobs
+        trainer.remove_adapter("a")
+        with pytest.raises(UnknownAdapterError):
+            trainer.forward_only(rows, adapter_name="a")
+        assert logprobs is None or _same(dict(enumerate(trainer.forward_only(rows).logprobs)), dict(enumerate(logprobs)))
+        trainer.add_adapter_to_model("a", _LORA)
+        again = trainer.get_state_dict(adapter_name="a")
+        assert all(again[name].equal(before[name]) for name in again)
 
 
 def test_an_adapter_is_a_source_of_weights(pools: Any, checkpoint: Any, features: Any) -> None:

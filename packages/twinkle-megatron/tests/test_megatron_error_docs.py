@@ -11,7 +11,9 @@ import twinkle_train
 
 PACKAGE = Path(__file__).parents[1] / "src" / "twinkle_megatron"
 # The writers of checkpoints raise this package's CheckpointError.
-SHARED = [Path(twinkle_train.__file__).with_name(name) for name in ("_checkpoint_writer.py", "_hf_checkpoint.py", "_torch_dist.py")]
+SHARED = [
+    Path(twinkle_train.__file__).with_name(name) for name in ("_adapter_files.py", "_checkpoint_writer.py", "_hf_checkpoint.py", "_torch_dist.py")
+]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "megatron-errors.md"
 _RAISED = re.compile(r"(Layout|Platform|Rule|ModelNotFound|UnsupportedModel|Checkpoint|Config|Input|CallOrder|Import)Error|(self\._)?error_type")
 # What stands for a value in a message.

@@ -162,21 +162,12 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def peft() -> Any:
-    """The module megatron_peft."""
-    spec = importlib.util.spec_from_file_location("megatron_peft", Path(__file__).with_name("megatron_peft.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
 def expected(
-    checkpoint: Callable[..., Path], peft: Any, features: list[Any], tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Callable[..., Path], features: list[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
     """A function from a kind of model to its checkpoint, an adapter on it, and what plain peft makes of them."""
+    from twinkle_train.testing import plain_peft
+
     known: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
     large = {"num_hidden_layers": 8, "vocab_size": 301, "tie_word_embeddings": True}
     small = {"num_hidden_layers": 4, "vocab_size": 301, "tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 96}
@@ -190,8 +181,8 @@ def expected(
                     path = checkpoint("qwen3_moe", **large)
                 case _:
                     path = checkpoint(kind, **small)
-            adapter = peft.write_adapter(path, tmp_path_factory.mktemp("adapter"))
-            known[kind] = path, adapter, peft.peft_results(path, adapter, features)
+            adapter = plain_peft.write_adapter(path, tmp_path_factory.mktemp("adapter"))
+            known[kind] = path, adapter, plain_peft.peft_results(path, adapter, features)
         return known[kind]
 
     return of

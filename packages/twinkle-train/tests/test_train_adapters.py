@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from twinkle_data import InputProcessor
 from twinkle_train import CheckpointError, ConfigError, LoraConfig, UnknownAdapterError, read_checkpoint
 from twinkle_train.testing import ReferenceTrainer, random_features
 
@@ -12,6 +13,9 @@ class Named(ReferenceTrainer):
 
     def _add_adapter(self, adapter_name, config):
         assert isinstance(config, LoraConfig)
+
+    def _remove_adapter(self, adapter_name):
+        self.removed = adapter_name
 
 
 @pytest.fixture
@@ -40,6 +44,19 @@ def test_adapters_have_states_of_their_own_by_exact_name(trainer):
         trainer.forward_only(random_features(), adapter_name="on")
 
 
+def test_an_adapter_has_a_processor_of_its_own_or_that_of_the_base(trainer):
+    seen = []
+    forward = trainer._forward
+    trainer._forward = lambda name, batch: (seen.append((name, batch.is_packed)), forward(name, batch))[1]
+    trainer.set_processor(InputProcessor(padding_free=True), adapter_name="one")
+    for name in ("one", "one0", "", "one"):
+        trainer.forward_only(random_features(), adapter_name=name)
+    assert seen == [("one", True), ("one0", False), ("", False), ("one", True)]
+    trainer.set_processor(InputProcessor(padding_free=True))
+    trainer.forward_only(random_features(), adapter_name="one0")
+    assert seen[-1] == ("one0", True)
+
+
 def test_names_that_are_taken_or_empty_and_unknown_settings_are_refused(trainer, checkpoint):
     with pytest.raises(ConfigError, match="there is an adapter 'one' already"):
         trainer.add_adapter_to_model("one", LoraConfig())
@@ -51,6 +68,20 @@ def test_names_that_are_taken_or_empty_and_unknown_settings_are_refused(trainer,
         trainer.step(adapter_name="other")
     with pytest.raises(ConfigError, match="ReferenceTrainer has no adapters"):
         ReferenceTrainer(checkpoint).add_adapter_to_model("one", LoraConfig())
+
+
+def test_a_removed_adapter_is_unknown_and_its_name_begins_anew(trainer, checkpoint):
+    _step(trainer, "one")
+    trainer.remove_adapter("one")
+    assert trainer.removed == "one"
+    with pytest.raises(UnknownAdapterError, match=r"no adapter 'one'; there are \['', 'one0'\]"):
+        trainer.forward_only(random_features(), adapter_name="one")
+    trainer.add_adapter_to_model("one", {"r": 2})
+    assert trainer.get_train_configs()["adapters"]["one"]["step"] == 0
+    with pytest.raises(ConfigError, match=r"the base model \(''\) cannot be removed"):
+        trainer.remove_adapter("")
+    with pytest.raises(UnknownAdapterError):
+        trainer.remove_adapter("on")
 
 
 def test_a_checkpoint_of_one_adapter_names_it_alone_and_resumes_it_alone(trainer, tmp_path):

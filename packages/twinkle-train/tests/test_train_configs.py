@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_impossible_schedules_are_refused(options, message):
         ({"name": "sgd", "momentum": 1.0}, "momentum"),
         ({"name": "adam", "weight_decay": 0.1}, "adamw"),
         ({"name": "adamw", "momentum": 0.9}, "betas"),
+        ({"name": "adamw", "options": {"amsgrad": True}}, "takes no options"),
+        ({"name": "rmsprop", "momentum": 0.9}, "as options="),
+        ({"name": "rmsprop", "options": {"beta": 0.9}}, r"torch.optim.RMSprop has no options beta; it has alpha, .*, momentum"),
     ],
 )
 def test_optimizer_options_that_would_be_wrong_or_ignored_are_refused(options, message):
@@ -71,6 +75,28 @@ def test_optimizer_options_that_would_be_wrong_or_ignored_are_refused(options, m
 def test_muon_is_for_engines_that_have_it():
     with pytest.raises(ConfigError, match="no optimizer 'muon'"):
         build_torch_optimizer(OptimizerConfig(name="muon", momentum=0.95), [torch.nn.Parameter(torch.ones(2, 2))])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop])
+def test_torch_optimizers_by_name_and_class_are_torchs_own(kind):
+    options: dict[str, Any] = {"alpha": 0.5} if kind is torch.optim.RMSprop else {}
+    name = OptimizerConfig.name_of(kind)
+    assert name == kind.__name__.lower() == OptimizerConfig.name_of(name)
+    ours, theirs = (torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]])) for _ in range(2))
+    mine = build_torch_optimizer(OptimizerConfig(name=kind.__name__, lr=0.1, weight_decay=0.1, options=options), [ours])
+    plain = kind([theirs], lr=0.1, weight_decay=0.1, **options)
+    for _ in range(3):
+        for parameter, optimizer in ((ours, mine), (theirs, plain)):
+            optimizer.zero_grad()
+            parameter.square().sum().backward()
+            optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
+
+
+def test_optimizers_that_need_whole_weights_are_refused():
+    with pytest.raises(ConfigError, match=r"optimizer LBFGS is not known; known are torch.optim.Adadelta"):
+        OptimizerConfig.name_of(torch.optim.LBFGS)
 
 
 def test_optimizer_names_are_case_insensitive():

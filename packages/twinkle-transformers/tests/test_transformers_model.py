@@ -128,6 +128,30 @@ def test_bf16_computes_in_bf16_and_trains_in_float32(expected: Any, made: Any, f
     assert {tensor.dtype for name, tensor in model.iter_weights()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, pytest.param(torch.optim.Adadelta, marks=pytest.mark.full)])
+def test_torch_optimizers_by_class_go_on_bit_for_bit(kind: Any, checkpoint: Any, made: Any, features: list[Any], tmp_path: Path) -> None:
+    model = made(checkpoint("qwen2"))
+    model.set_loss("cross_entropy")
+    model.set_optimizer(kind, lr=0.001, weight_decay=0.1)
+
+    def step() -> float:
+        loss = model.forward_backward(features, 2).loss
+        model.clip_grad_and_step(1.0)
+        return loss
+
+    losses = [step() for _ in range(2)]
+    model.save_checkpoint(tmp_path / "state")
+    losses += [step() for _ in range(2)]
+    want = model.export_weights()
+    assert losses[3] < losses[0]
+    model.set_optimizer("sgd", lr=0.1)
+    model.resume_from_checkpoint(tmp_path / "state")
+    assert [step() for _ in range(2)] == losses[2:]
+    have = model.export_weights()
+    assert all(np.array_equal(have[name], want[name]) for name in want)
+    assert model.get_train_configs()["adapters"][""]["optimizer"]["name"] == kind.__name__.lower()
+
+
 def test_a_model_is_saved_whole_and_read_back_by_transformers(checkpoint: Any, made: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -4,8 +4,9 @@ Importing this package imports neither megatron-core nor mbridge: the first `Meg
 platform first.
 """
 
+from twinkle_train import AdapterSource
+
 from . import cpu
-from ._adapter_source import AdapterSource
 from ._bridge import Bridge
 from ._errors import (
     CheckpointError,

@@ -1,7 +1,5 @@
 """One adapter on this rank: its matrices, into and out of peft's names. Imported only once the platform is chosen."""
 
-import hashlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from twinkle_train import LoraConfig
+from twinkle_train import LoraConfig, check_adapter_matrices, draw_lora_a
 
 from ._errors import CheckpointError
 from ._lora import AdapterChunk, Beside
@@ -87,11 +85,7 @@ class Adapter:
     def _first(self, matrix: Matrix, number: int, seed: int) -> torch.Tensor:
         if matrix.letter == "B":
             return torch.zeros(matrix.rows, matrix.columns)
-        digest = hashlib.sha256(f"{seed}/{self.name}/{matrix.names[number]}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        # nn.init.kaiming_uniform_(a=sqrt(5)), as peft has it.
-        bound = 1 / math.sqrt(matrix.columns)
-        return torch.empty(matrix.rows, matrix.columns).uniform_(-bound, bound, generator=generator)
+        return draw_lora_a(matrix.names[number], matrix.rows, matrix.columns, adapter_name=self.name, seed=seed)
 
     def _experts(self, matrix: Matrix) -> range:
         """The numbers of the experts on this rank; 0 for a dense layer."""
@@ -155,15 +149,7 @@ class Adapter:
             CheckpointError: matrices that are missing, left over, or of another shape; before anything is changed.
         """
         wanted = {name: (matrix.rows, matrix.columns) for matrix in self._plan for name in matrix.names}
-        if missing := sorted(wanted.keys() - tensors.keys()):
-            raise CheckpointError(f"{source} lacks {len(missing)} matrices of the adapter {self.name!r}: {', '.join(missing[:3])}, ...")
-        if others := sorted(tensors.keys() - wanted.keys()):
-            raise CheckpointError(
-                f"{source} has {len(others)} matrices that the adapter {self.name!r} has no place for: {', '.join(others[:3])}, ..."
-            )
-        for name, shape in wanted.items():
-            if tuple(tensors[name].shape) != shape:
-                raise CheckpointError(f"{source}: {name} is {tuple(tensors[name].shape)}, and the adapter {self.name!r} has {shape} there (r?)")
+        check_adapter_matrices(tensors, wanted, adapter_name=self.name, source=source, error_type=CheckpointError)
         self.trainable.settle_parameters()
         with torch.no_grad():
             for matrix, parameter in self._parameters().items():

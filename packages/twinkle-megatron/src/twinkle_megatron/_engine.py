@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch
 from twinkle_mesh import DeviceMesh
-from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, Piece, ReduceGroups, Row, TokenOutputs
+from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, Piece, ReduceGroups, Row, TokenOutputs, merge_adapter
 
 from . import _moe, _parallel, _replay
 from ._adapters import Adapter
@@ -23,7 +23,7 @@ from ._bridge import Bridge, make_bridge
 from ._errors import CheckpointError
 from ._logprobs import gather_context, vocab_parallel_logprobs
 from ._lora import Site, make_sites
-from ._lora_plan import LinearLayer, peft_name
+from ._lora_plan import LinearLayer
 from ._options import base_options, checked_options
 from ._pieces import state_pieces, weight_pieces
 from ._schedule import packed_parameters, run_schedule
@@ -166,6 +166,12 @@ class Engine:
                 if chunk.pre_process:
                     chunk.embedding.register_forward_hook(self._let_gradients_reach_adapters)
         self._adapters[name] = adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter. Collective."""
+        if self._active == name:
+            self._activate("")
+        del self._adapters[name]
 
     def _let_gradients_reach_adapters(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
         # Frozen layers hand gradients on only to inputs that want some: without it recomputed layers, and stages before the first adapter,
@@ -394,14 +400,10 @@ class Engine:
 
     def merged_weights(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The base model's weights with an adapter's product added: B A times its scaling, in float32. Collective: all ranks iterate to the end."""
-        matrices = {name: tensor.float() for name, tensor in self._adapters[adapter_name].export()} if adapter_name else {}
-        for name, weight in self.export_weights():
-            module = name.removesuffix(".weight")
-            up, down = matrices.get(peft_name(module, "B")), matrices.get(peft_name(module, "A"))
-            if up is None or down is None:
-                yield name, weight
-            else:
-                yield name, (weight.float() + up @ down * self._adapters[adapter_name].lora.scaling).to(weight.dtype)
+        if not adapter_name:
+            return self.export_weights()
+        adapter = self._adapters[adapter_name]
+        return merge_adapter(self.export_weights(), dict(adapter.export()), adapter.lora)
 
     def export_gradients(self, adapter_name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients under the names of :meth:`export_weights`. Collective: all ranks iterate to the end."""

@@ -4,11 +4,11 @@ Fused layers (queries, keys and values; gate and up) have a pair of matrices for
 part is always a plain slice of the whole matrix, which is what makes adapters of all layouts one format.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from twinkle_train import ConfigError, LoraConfig
+from twinkle_train import ConfigError, LoraConfig, peft_name
 
 Letter = Literal["A", "B"]
 
@@ -55,11 +55,6 @@ class Matrix:
         return tuple(peft_name(name, self.letter) for name in self.layer.names)
 
 
-def peft_name(module: str, letter: str) -> str:
-    """The name of a matrix in peft's files."""
-    return f"base_model.model.{module}.lora_{letter}.weight"
-
-
 def matrices_of(layer: LinearLayer, rank: int) -> tuple[Matrix, Matrix]:
     """The pair of matrices of a layer.
 
@@ -87,11 +82,8 @@ def plan_adapter(layers: Sequence[LinearLayer], config: LoraConfig, *, etp_size:
         ConfigError: a target module that is none of the model's linear layers, that names some experts of a layer only, or a rank that does not
             divide over the expert-tensor-parallel ranks.
     """
-    targeted = [layer for layer in layers if _is_target(layer, config.target_modules)]
-    if not isinstance(config.target_modules, str):
-        for target in config.target_modules:
-            if not any(_matches(name, target) for layer in targeted for name in layer.names):
-                raise ConfigError(f"target_modules: {target!r} is no linear layer of this model's attention or MLPs; these are {_known(layers)}")
+    names = set(config.targeted([name for layer in layers for name in layer.names]))
+    targeted = [layer for layer in layers if _is_target(layer, names)]
     if etp_size > 1 and config.r % etp_size and any(layer.is_expert for layer in targeted):
         raise ConfigError(
             f"r={config.r} does not divide over etp_size={etp_size} ranks, which an adapter on experts needs: use a multiple of {etp_size}"
@@ -119,20 +111,10 @@ def stretches(matrix: Matrix, *, size: int, rank: int, first_expert: int, num_ex
         yield expert * rows, rows, ((first_expert + expert) * matrix.rows + row, column)
 
 
-def _is_target(layer: LinearLayer, targets: Sequence[str] | str) -> bool:
-    if isinstance(targets, str):
-        return True  # 'all-linear'; LoraConfig knows no other text
-    hit = [any(_matches(name, target) for target in targets) for name in layer.names]
+def _is_target(layer: LinearLayer, targeted: Set[str]) -> bool:
+    hit = [name in targeted for name in layer.names]
     if any(hit) and not all(hit):
         raise ConfigError(
             f"target_modules name {sum(hit)} of the {len(hit)} experts of {layer.names[0].rpartition('.experts.')[0]}: an adapter is on all of them"
         )
     return hit[0]
-
-
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _known(layers: Sequence[LinearLayer]) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for layer in layers for name in layer.names}))

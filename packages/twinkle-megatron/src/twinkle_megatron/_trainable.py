@@ -77,9 +77,11 @@ class Trainable:
         """Replaces the optimizer by a fresh one.
 
         Raises:
-            ConfigError: SGD or Muon with sharded states, which megatron-core does not have.
+            ConfigError: an optimizer that megatron-core does not have, or not with sharded states.
             ImportError: Muon without the package emerging-optimizers.
         """
+        if config.name not in ("adam", "adamw", "sgd", "muon"):
+            raise ConfigError(f"megatron-core has no optimizer {config.name!r}: use 'adamw', 'adam', 'sgd' or 'muon', or TransformersModel")
         if self._sharded and config.name == "muon":
             raise ConfigError("use_distributed_optimizer works with 'adam' and 'adamw' only: leave it off for 'muon'")
         if self._sharded and config.name == "sgd":

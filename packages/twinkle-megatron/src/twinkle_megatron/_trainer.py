@@ -31,9 +31,11 @@ from twinkle_train import (
     generators_path,
     init_process_group,
     num_micro_batches,
+    read_adapter,
     read_checkpoint,
     read_checkpoint_pieces,
     reduce_max,
+    save_adapter,
     split_micro_batches,
     write_hf_checkpoint,
 )
@@ -42,7 +44,6 @@ from . import cpu
 from ._bridge import check_same_model, find_checkpoint, read_config
 from ._errors import CheckpointError, LayoutError, PlatformError
 from ._layout import check_divides, check_mesh
-from ._peft_files import read_adapter, save_adapter
 from ._torch_dist import add_megatron_files
 
 if TYPE_CHECKING:
@@ -202,6 +203,9 @@ class MegatronTrainer(TrainerBase):
     def _add_adapter(self, adapter_name: str, config: LoraConfig) -> None:
         self._engine.add_adapter(adapter_name, config)
 
+    def _remove_adapter(self, adapter_name: str) -> None:
+        self._engine.remove_adapter(adapter_name)
+
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
 
@@ -280,6 +284,7 @@ class MegatronTrainer(TrainerBase):
             ConfigError: the model has no experts.
         """
         self._need_experts("record_routing")
+        self._use_inputs_of(self._state(""))
         features = self._features(inputs)
         self._engine.route_as_usual()
         batches = self._micro_batches(features, micro_batch_size)
@@ -306,7 +311,7 @@ class MegatronTrainer(TrainerBase):
     def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
         self._state(adapter_name)
         if adapter_name and not merge:
-            save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name))
+            save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name), error_type=CheckpointError)
         else:
             write_hf_checkpoint(
                 self._engine.merged_weights(adapter_name),
@@ -321,7 +326,7 @@ class MegatronTrainer(TrainerBase):
         self._state(adapter_name)
         if adapter_name:
             adapter = self._engine.adapter(adapter_name)
-            adapter.fill(read_adapter(Path(path), adapter.lora), os.fspath(path))
+            adapter.fill(read_adapter(Path(path), adapter.lora, error_type=CheckpointError), os.fspath(path))
             return
         folder = find_checkpoint(os.fspath(path))
         check_same_model(folder, self._hf_config)

@@ -1,5 +1,6 @@
 """Losses, advantages, rewards, metrics and the trainer contract for LLM post-training."""
 
+from ._adapter_files import AdapterSource, check_adapter_matrices, draw_lora_a, merge_adapter, peft_name, read_adapter, save_adapter
 from ._advantages import GRPOAdvantage, group_advantages
 from ._checkpoint_writer import CheckpointWriter, check_same_trainer, generators_path, read_checkpoint_pieces
 from ._checkpoints import (
@@ -45,6 +46,7 @@ from ._trainer import ComputeLoss, OnNonFinite, TokenOutputs, TrainerBase
 
 __all__ = [
     "AdapterProgress",
+    "AdapterSource",
     "AnyMetric",
     "CISPOLoss",
     "CallOrderError",
@@ -90,18 +92,23 @@ __all__ = [
     "adjust_torch_optimizer",
     "begin_checkpoint",
     "build_torch_optimizer",
+    "check_adapter_matrices",
     "check_same_trainer",
     "collect_model_output",
     "combine_metrics",
+    "draw_lora_a",
     "generators_path",
     "group_advantages",
     "init_process_group",
     "last_word",
     "list_checkpoints",
     "loss_input_from_batch",
+    "merge_adapter",
     "num_micro_batches",
+    "peft_name",
     "prune_checkpoints",
     "publish_checkpoint",
+    "read_adapter",
     "read_checkpoint",
     "read_checkpoint_pieces",
     "reduce_max",
@@ -110,6 +117,7 @@ __all__ = [
     "remote_train_methods",
     "remove_unfinished",
     "resolve_loss",
+    "save_adapter",
     "split_micro_batches",
     "staged_folder",
     "state_of",

@@ -133,8 +133,8 @@ class CheckpointWriter:
         return self._group
 
     def _plan(self, info: CheckpointInfo, boxes: list[Box]) -> tuple[list[list[Box]], list[set[Box]]]:
-        """The boxes of all ranks, and which of them each writes; worked out anew only where an optimizer was changed or began to have states."""
-        kind = [(name, each.optimizer and each.optimizer.name, each.step > 0) for name, each in info.adapters.items()]
+        """The boxes of all ranks, and which of them each writes; worked out anew only where adapters or optimizers changed or got states."""
+        kind = [(name, each.lora, each.optimizer, each.step > 0) for name, each in info.adapters.items()]
         if self._planned is None or self._planned[0] != kind:
             boxes_of_ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(boxes_of_ranks, boxes, group=self._group)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -130,16 +131,20 @@ class TrainModel(ABC):
     @abstractmethod
     def set_optimizer(
         self,
-        name: str = "adamw",
+        name: str | type[torch.optim.Optimizer] = "adamw",
         lr: float = 1e-5,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
+        options: Mapping[str, Any] | None = None,
         adapter_name: str = "",
     ) -> None:
-        """A fresh optimizer (see `OptimizerConfig`): no state, step counter 0, constant learning rate until set_lr_scheduler."""
+        """A fresh optimizer (see `OptimizerConfig`): no state, step counter 0, constant learning rate until set_lr_scheduler.
+
+        name: or a class of torch.optim, where the engine has it.
+        """
 
     @abstractmethod
     def adjust_optimizer(
@@ -181,12 +186,22 @@ class TrainModel(ABC):
         """
 
     @abstractmethod
+    def remove_adapter(self, adapter_name: str) -> None:
+        """Takes an adapter off the model and frees its memory, optimizer and gradients; the name may be used again. All ranks call it.
+
+        Raises ConfigError for '', the base model; UnknownAdapterError when there is none of that name.
+        """
+
+    @abstractmethod
     def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
-        """The chat template (or the path of its tokenizer) by which Trajectory inputs are encoded. InputFeature inputs need none."""
+        """The chat template (or the path of its tokenizer) by which Trajectory inputs are encoded. InputFeature inputs need none.
+
+        An adapter without one has the base model's.
+        """
 
     @abstractmethod
     def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
-        """The collator. Raises ConfigError when its alignment does not suit the layout."""
+        """The collator. An adapter without one has the base model's. Raises ConfigError when its alignment does not suit the layout."""
 
     @abstractmethod
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:

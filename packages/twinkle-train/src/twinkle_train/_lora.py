@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -62,6 +62,19 @@ class LoraConfig:
         """What the product of the two low-rank matrices is multiplied by."""
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
+    def targeted(self, modules: Sequence[str]) -> list[str]:
+        """Which of a model's linear layers (their Hugging Face names) the adapter is on.
+
+        Raises ConfigError for a target module that none of them has as its name or the last parts of it.
+        """
+        if isinstance(self.target_modules, str):
+            return list(modules)  # 'all-linear'
+        for target in self.target_modules:
+            if not any(_matches(name, target) for name in modules):
+                known = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+                raise ConfigError(f"target_modules: {target!r} is no linear layer of this model's attention or MLPs; these are {known}")
+        return [name for name in modules if any(_matches(name, target) for target in self.target_modules)]
+
     @classmethod
     def of(cls, config: LoraConfig | HasToDict | Mapping[str, Any]) -> LoraConfig:
         """From this class, a mapping, or anything with `to_dict()` such as peft.LoraConfig.
@@ -110,6 +123,10 @@ def _target_modules(modules: str | Iterable[str]) -> tuple[str, ...] | str:
     if not names:
         raise ConfigError("target_modules is empty: nothing would be trained")
     return names
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def _is_neutral(name: str, value: Any) -> bool:

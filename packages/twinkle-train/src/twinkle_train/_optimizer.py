@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +13,11 @@ from torch import nn
 from ._errors import ConfigError
 
 _NAMES = ("adamw", "adam", "sgd", "muon")
+# Those of torch.optim that update every number by itself, as sharded weights need, and whose states say all of where they are.
+_TORCH: dict[str, type[torch.optim.Optimizer]] = {
+    kind.__name__.lower(): kind for kind in (torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop)
+}
+_CLASSES: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"} | {k: n for n, k in _TORCH.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +25,10 @@ class OptimizerConfig:
     """An optimizer, checked.
 
     name: 'adamw' (decoupled weight decay, arXiv:1711.05101), 'adam' (the same without weight decay), 'sgd', or, where the engine has it, 'muon'
-    (arXiv:2502.16982; embeddings, head, norms and biases take AdamW steps); in any case.
+    (arXiv:2502.16982; embeddings, head, norms and biases take AdamW steps) or one of torch.optim: 'adadelta', 'adagrad', 'adamax', 'radam',
+    'rmsprop'; in any case.
     lr: base learning rate. betas, eps: of Adam. weight_decay: not applied to parameters with fewer than two axes (norms, biases).
-    momentum: of SGD and Muon.
+    momentum: of SGD and Muon. options: arguments of the other classes of torch.optim, which have torch's defaults (`{"alpha": 0.9}`).
 
     Raises ConfigError for an unknown name, for numbers out of range, and for options that the optimizer would ignore.
     """
@@ -31,11 +39,13 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     momentum: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name.lower())
-        if self.name not in _NAMES:
-            raise ConfigError(f"unknown optimizer {self.name!r}; known are {', '.join(_NAMES)}")
+        object.__setattr__(self, "options", dict(self.options))
+        if self.name not in (*_NAMES, *_TORCH):
+            raise ConfigError(f"unknown optimizer {self.name!r}; known are {', '.join((*_NAMES, *_TORCH))}")
         if not self.lr >= 0:
             raise ConfigError(f"lr must be >= 0, got {self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -49,8 +59,30 @@ class OptimizerConfig:
             raise ConfigError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.name == "adam" and self.weight_decay:
             raise ConfigError("optimizer 'adam' has no weight decay here; use 'adamw'")
+        if self.name in _TORCH:
+            self._check_torch(_TORCH[self.name])
+            return
+        if self.options:
+            raise ConfigError(f"optimizer {self.name!r} takes no options; it has betas, eps, weight_decay and momentum")
         if self.name not in ("sgd", "muon") and self.momentum:
             raise ConfigError(f"optimizer {self.name!r} has no momentum; use betas")
+
+    def _check_torch(self, kind: type[torch.optim.Optimizer]) -> None:
+        if (self.betas, self.eps, self.momentum) != ((0.9, 0.999), 1e-8, 0.0):
+            raise ConfigError(f"give betas, eps and momentum of optimizer {self.name!r} as options={{...}}, by torch.optim.{kind.__name__}'s names")
+        known = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay"}
+        if unknown := sorted(self.options.keys() - known):
+            raise ConfigError(f"torch.optim.{kind.__name__} has no options {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+
+    @classmethod
+    def name_of(cls, optimizer: str | type[torch.optim.Optimizer]) -> str:
+        """The name of an optimizer that may be given as torch's class; ConfigError for a class that has none."""
+        if isinstance(optimizer, str):
+            return optimizer
+        if optimizer not in _CLASSES:
+            known = ", ".join(sorted(f"torch.optim.{kind.__name__}" for kind in _CLASSES))
+            raise ConfigError(f"optimizer {getattr(optimizer, '__name__', optimizer)} is not known; known are {known}")
+        return _CLASSES[optimizer]
 
 
 def build_torch_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -68,6 +100,9 @@ def build_torch_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Param
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0, "decays": False},
     ]
     groups = [group for group in groups if group["params"]]
+    if config.name in _TORCH:
+        make: Any = _TORCH[config.name]
+        return make(groups, lr=config.lr, **config.options)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -78,5 +113,5 @@ def adjust_torch_optimizer(optimizer: torch.optim.Optimizer, config: OptimizerCo
     for group in optimizer.param_groups:
         if group["decays"]:
             group["weight_decay"] = config.weight_decay
-        if config.name != "sgd":
+        if config.name in ("adam", "adamw"):
             group["betas"], group["eps"] = config.betas, config.eps

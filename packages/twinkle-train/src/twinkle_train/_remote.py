@@ -29,6 +29,7 @@ _COLLECTIVE_METHODS = (
     "get_train_configs",
     "load",
     "lr_step",
+    "remove_adapter",
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
+from twinkle_data import InputProcessor, Template
+
 from ._errors import CallOrderError, InputError, NonFiniteError, UnknownAdapterError
 from ._lora import LoraConfig
 from ._loss import Loss
@@ -34,7 +36,7 @@ class TrainState(Generic[PendingT]):
     Engine-independent: tensors and optimizers stay with the engine. `pending` is what `forward` left for `calculate_loss` and
     `backward`; nothing else writes it, so a `forward_only` between them changes nothing.
 
-    lora: how the adapter is configured; None: the base model.
+    lora: how the adapter is configured; None: the base model. processor, template: None: those of the base model.
     num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight; 1 when the loss wants its
     gradients undivided (`reduction = "sum"`), as `undivided` tells.
     step: optimizer steps taken. learning_rate: the one that the next step uses.
@@ -44,6 +46,8 @@ class TrainState(Generic[PendingT]):
 
     adapter_name: str = ""
     lora: LoraConfig | None = None
+    processor: InputProcessor | None = None
+    template: Template | None = None
     loss: Loss | None = None
     optimizer: OptimizerConfig | None = None
     schedule: LRSchedule = field(default_factory=LRSchedule)

@@ -98,8 +98,10 @@ class TrainerBase(TrainModel):
         self._vocab_size = vocab_size
         self._skips_losses = on_non_finite == "skip"
         self._skips_gradients = self._skips_losses or skips_overflow
-        self._template: Template | None = None
         self._states: dict[str, TrainState[PendingForward]] = {"": TrainState()}
+        # Those of the adapter that was used last.
+        self._template: Template | None = None
+        self._processor = processor
         self.set_processor(processor)
 
     # What an engine implements.
@@ -155,6 +157,10 @@ class TrainerBase(TrainModel):
         """Puts an adapter of a new name on the model."""
         raise ConfigError(f"{type(self).__name__} has no adapters")
 
+    def _remove_adapter(self, adapter_name: str) -> None:
+        """Takes an adapter that is there off the model."""
+        raise ConfigError(f"{type(self).__name__} has no adapters")
+
     def _backward(self, adapter_name: str, output: LossOutput) -> None:
         """Backward of a loss whose forward kept a graph."""
         output.sum.backward()
@@ -179,6 +185,7 @@ class TrainerBase(TrainModel):
     def forward(self, inputs: Inputs, *, adapter_name: str = "") -> ModelOutput:
         state = self._state(adapter_name)
         state.pending = None
+        self._use_inputs_of(state)
         (features,) = split_micro_batches(self._features(inputs))
         batch = self._processor(features)
         if self._has_graph:
@@ -230,7 +237,7 @@ class TrainerBase(TrainModel):
         state.pending = None
 
     def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
-        self._state(adapter_name)
+        self._use_inputs_of(self._state(adapter_name))
         features = self._features(inputs)
         batches = self._micro_batches(features, micro_batch_size)
         return _model_output(batches, self._run(adapter_name, batches, None), len(features))
@@ -239,6 +246,7 @@ class TrainerBase(TrainModel):
         state = self._state(adapter_name)
         loss = state.require_loss("forward_backward")
         state.check_can_accumulate("forward_backward")
+        self._use_inputs_of(state)
         features = self._features(inputs)
         batches = self._micro_batches(features, micro_batch_size)
         losses: list[LossOutput] = []
@@ -297,17 +305,26 @@ class TrainerBase(TrainModel):
 
     def set_optimizer(
         self,
-        name: str = "adamw",
+        name: str | type[torch.optim.Optimizer] = "adamw",
         lr: float = 1e-5,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
+        options: Mapping[str, Any] | None = None,
         adapter_name: str = "",
     ) -> None:
         state = self._state(adapter_name)
-        config = OptimizerConfig(name=name, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        config = OptimizerConfig(
+            name=OptimizerConfig.name_of(name),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            options=options or {},
+        )
         self._make_optimizer(adapter_name, config)
         state.set_optimizer(config)
 
@@ -349,17 +366,23 @@ class TrainerBase(TrainModel):
         self._add_adapter(adapter_name, lora)
         self._states[adapter_name] = TrainState(adapter_name=adapter_name, lora=lora)
 
-    def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
+    def remove_adapter(self, adapter_name: str) -> None:
+        if not adapter_name:
+            raise ConfigError("the base model ('') cannot be removed: name an adapter")
         self._state(adapter_name)
-        self._template = Template(template) if isinstance(template, str) else template
+        self._remove_adapter(adapter_name)
+        del self._states[adapter_name]
+
+    def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
+        self._state(adapter_name).template = Template(template) if isinstance(template, str) else template
 
     def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
-        self._state(adapter_name)
+        state = self._state(adapter_name)
         if processor.alignment % self._alignment:
             raise ConfigError(f"this layout needs rows aligned to {self._alignment} tokens, the processor aligns to {processor.alignment}")
         if processor.padding_free and not self._packed_rows:
             raise ConfigError(f"{type(self).__name__} does not keep the sequences of one row apart: set padding_free=False")
-        self._processor = processor
+        state.processor = processor
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         state = self._state(adapter_name)
@@ -439,6 +462,12 @@ class TrainerBase(TrainModel):
 
     def _state(self, adapter_name: str) -> TrainState[PendingForward]:
         return state_of(self._states, adapter_name)
+
+    def _use_inputs_of(self, state: TrainState[PendingForward]) -> None:
+        """From now on rows are encoded and collated as the adapter's are: by its own template and processor, or the base model's."""
+        base = self._states[""]
+        self._template = state.template or base.template
+        self._processor = state.processor or base.processor or self._processor
 
     def _features(self, inputs: Inputs) -> list[Row]:
         features: list[Row] = []

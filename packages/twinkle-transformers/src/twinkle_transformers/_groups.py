@@ -63,6 +63,8 @@ class Groups:
         """Ranks that hold other shards of the dense weights."""
         self.replicas = self.group_of(mesh.rank_groups(*[axis for axis in mesh.axis_sizes() if axis not in ("fsdp", "pp", "tp")]))
         """Ranks that hold the same shards of the dense weights."""
+        self.everyone = self.group_of([tuple(range(mesh.world_size))])
+        """All ranks: what each of them has whole."""
         self.experts = self.group_of(mesh.expert_rank_groups("ep"))
         """Ranks that hold other experts, and exchange tokens."""
         self.expert_shard = self.group_of(mesh.expert_rank_groups("ep_fsdp"))

@@ -23,6 +23,7 @@ from twinkle_train import (
     ComputeLoss,
     ConfigError,
     InputError,
+    LoraConfig,
     LossOutput,
     OptimizerConfig,
     Piece,
@@ -32,10 +33,15 @@ from twinkle_train import (
     check_same_trainer,
     generators_path,
     init_process_group,
+    merge_adapter,
+    read_adapter,
+    read_checkpoint,
     read_checkpoint_pieces,
+    save_adapter,
     write_hf_checkpoint,
 )
 
+from ._adapters import Adapter, Adapters
 from ._attention import Attention
 from ._errors import CheckpointError, UnsupportedModelError
 from ._expert_parallel import ExpertParallelConfig, apply_expert_parallel
@@ -46,6 +52,7 @@ from ._loading import check_same_model, find_checkpoint, load_model
 from ._logprobs import token_logprobs
 from ._optimizer import Optimizer
 from ._packing import packing_fault, takes_positions
+from ._parameters import Parameters
 from ._router import RouterLosses, Routers, Routing
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
 from ._sharding import shard_model
@@ -133,7 +140,8 @@ class TransformersTrainer(TrainerBase):
         if mesh.fsdp_size * mesh.ep_fsdp_size > 1 or self._dtype != torch.float32:
             shard_model(model, groups.shard_mesh, experts=experts, expert_mesh=groups.expert_shard_mesh, compute_dtype=self._dtype)
         self._weights = Weights(model, groups, experts)
-        self._optimizer: Optimizer | None = None
+        self._adapters: Adapters | None = None
+        self._optimizers: dict[str, Optimizer] = {}
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError)
         super().__init__(
             groups=reduce_groups,
@@ -147,6 +155,7 @@ class TransformersTrainer(TrainerBase):
     # What the contract leaves to an engine.
 
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
+        self._select(adapter_name, trains=True)
         self._model.train()
         outputs, routing = self._outputs(batch)
         self._pending_losses.pop(adapter_name, None)
@@ -159,6 +168,8 @@ class TransformersTrainer(TrainerBase):
         return outputs
 
     def _backward(self, adapter_name: str, output: LossOutput) -> None:
+        # A forward of another one may have come between, and what is recomputed must be what was computed.
+        self._select(adapter_name, trains=True)
         total = output.sum
         if adapter_name in self._pending_losses:
             losses, share, batch = self._pending_losses.pop(adapter_name)
@@ -166,8 +177,34 @@ class TransformersTrainer(TrainerBase):
             total = total + share
         total.backward()
 
+    def _select(self, adapter_name: str, *, trains: bool) -> None:
+        """Makes the model that of an adapter, or the base model. trains: for gradients; a frozen base has none."""
+        if self._adapters is not None:
+            self._adapters.activate(adapter_name)
+        if trains:
+            self._weights.freeze(bool(adapter_name))
+
+    def _parameters(self, adapter_name: str) -> Parameters:
+        """The base model's weights, or an adapter's matrices."""
+        return self._adapter(adapter_name) if adapter_name else self._weights
+
+    def _adapter(self, adapter_name: str) -> Adapter:
+        assert self._adapters is not None, "the trainer checks names"
+        return self._adapters[adapter_name]
+
+    def _add_adapter(self, adapter_name: str, config: LoraConfig) -> None:
+        if self._adapters is None:
+            self._adapters = Adapters(self._model, self._groups_of_mesh, int(self._settings["seed"]))
+        self._adapters.add(adapter_name, config)
+
+    def _remove_adapter(self, adapter_name: str) -> None:
+        assert self._adapters is not None, "the trainer checks names"
+        self._adapters.remove(adapter_name)
+        self._optimizers.pop(adapter_name, None)
+        self._pending_losses.pop(adapter_name, None)
+
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
-        del adapter_name
+        self._select(adapter_name, trains=compute_loss is not None)
         self._model.train(compute_loss is not None)
         losses = self._routers.plan(batches) if compute_loss is not None and self._routers.has_losses else None
         if losses is not None and len(batches) > 1:  # what one micro-batch adds depends on where the tokens of all of them go
@@ -235,39 +272,29 @@ class TransformersTrainer(TrainerBase):
             return self._model(input_ids=inputs.input_ids_BT, attention_mask=inputs.padding_mask_BT, use_cache=False, **named).logits
 
     def _reduce_gradients(self, adapter_name: str) -> None:
-        del adapter_name
-        self._weights.reduce_gradients()
+        self._parameters(adapter_name).reduce_gradients()
 
     def _scale_gradients(self, adapter_name: str, factor: float) -> None:
-        del adapter_name
-        self._weights.scale_gradients(factor)
+        self._parameters(adapter_name).scale_gradients(factor)
 
     def _gradient_norm(self, adapter_name: str) -> float:
-        del adapter_name
-        return self._weights.gradient_norm()
+        return self._parameters(adapter_name).gradient_norm()
 
     def _make_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
-        del adapter_name
-        self._optimizer = Optimizer(self._weights, config)
+        self._optimizers[adapter_name] = Optimizer(self._parameters(adapter_name), config)
 
     def _adjust_optimizer(self, adapter_name: str, config: OptimizerConfig) -> None:
-        del adapter_name
-        assert self._optimizer is not None, "the trainer checks that there is an optimizer"
-        self._optimizer.adjust(config)
+        self._optimizers[adapter_name].adjust(config)
 
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
-        del adapter_name
-        assert self._optimizer is not None, "the trainer checks that there is an optimizer"
         self._checkpoints.check(self._groups_of_mesh.device)
-        self._optimizer.step(learning_rate)
+        self._optimizers[adapter_name].step(learning_rate)
 
     def _zero_gradients(self, adapter_name: str) -> None:
-        del adapter_name
-        self._weights.zero_gradients()
+        self._parameters(adapter_name).zero_gradients()
 
     def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
-        del adapter_name
-        return _on_rank_zero(self._weights.whole_gradients())
+        return _on_rank_zero(self._adapter(adapter_name).export_gradients() if adapter_name else self._weights.whole_gradients())
 
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
@@ -282,11 +309,16 @@ class TransformersTrainer(TrainerBase):
             "mesh": dataclasses.asdict(self._mesh),
         }
 
-    def _pieces(self) -> list[Piece]:
-        return [*self._weights.pieces(), *(self._optimizer.pieces() if self._optimizer is not None else ())]
+    def _pieces(self, info: CheckpointInfo) -> list[Piece]:
+        pieces: list[Piece] = []
+        for name in info.adapters:
+            pieces += self._parameters(name).pieces()
+            if name in self._optimizers:
+                pieces += self._optimizers[name].pieces()
+        return pieces
 
     def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
-        self._checkpoints.save(target, info, self._pieces(), _generator_states(self._groups_of_mesh.device), background=background)
+        self._checkpoints.save(target, info, self._pieces(info), _generator_states(self._groups_of_mesh.device), background=background)
 
     def wait_for_checkpoint(self) -> None:
         self._checkpoints.wait()
@@ -299,9 +331,12 @@ class TransformersTrainer(TrainerBase):
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
-        if self._optimizer is not None:
-            self._optimizer.make_states(info.step)
-        read_checkpoint_pieces(path, self._pieces(), error_type=CheckpointError)
+        for name, progress in info.adapters.items():
+            if progress.optimizer is not None:
+                self._optimizers[name].make_states(progress.step)
+        read_checkpoint_pieces(path, self._pieces(info), error_type=CheckpointError)
+        if info.adapters.keys() != read_checkpoint(path).adapters.keys():
+            return  # one adapter among others: dropout of the others must not jump back
         if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
             states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
             torch.set_rng_state(states["cpu"])
@@ -322,10 +357,24 @@ class TransformersTrainer(TrainerBase):
 
     def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
         self._state(adapter_name)
-        write_hf_checkpoint(self.iter_weights(), self._path, Path(path), self._dtype, carried_over=_CARRIED_OVER, error_type=CheckpointError)
+        if adapter_name and not merge:
+            save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name), error_type=CheckpointError)
+            return
+        weights = self.iter_weights()
+        if adapter_name:
+            adapter = self._adapter(adapter_name)
+            matrices = dict(adapter.export())
+            weights = self._weights.whole_weights(
+                dtype=self._dtype, buffers=True, change=lambda tensors: merge_adapter(tensors, matrices, adapter.lora)
+            )
+        write_hf_checkpoint(weights, self._path, Path(path), self._dtype, carried_over=_CARRIED_OVER, error_type=CheckpointError)
 
     def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
         self._state(adapter_name)
+        if adapter_name:
+            adapter = self._adapter(adapter_name)
+            adapter.fill(read_adapter(Path(path), adapter.lora, error_type=CheckpointError), os.fspath(path))
+            return
         folder = find_checkpoint(path)
         check_same_model(folder, self._model.config)
         trust = bool(self._settings["trust_remote_code"])
@@ -338,7 +387,26 @@ class TransformersTrainer(TrainerBase):
 
     def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
         self._state(adapter_name)
-        return _on_rank_zero(self._weights.whole_weights())
+        return _on_rank_zero(self._adapter(adapter_name).export() if adapter_name else self._weights.whole_weights())
+
+    def iter_adapter(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every matrix of an adapter, whole, under peft's name, on every rank.
+
+        Raises:
+            UnknownAdapterError: there is none of that name.
+        """
+        self._state(adapter_name)
+        return self._adapter(adapter_name).export()
+
+    def adapter_config(self, adapter_name: str) -> dict[str, Any]:
+        """The content of an adapter's adapter_config.json in peft's format.
+
+        Raises:
+            UnknownAdapterError: there is none of that name.
+        """
+        self._state(adapter_name)
+        adapter = self._adapter(adapter_name)
+        return adapter.lora.to_dict() | {"target_modules": adapter.target_names, "base_model_name_or_path": self._settings["model"]}
 
     def close(self) -> None:
         """Takes this model's attention out of transformers' registries. The model must not be used afterwards.

@@ -1,12 +1,12 @@
-"""For tests of trainers: tiny checkpoints made from code, a reference trainer, the conformance suite (`testing.conformance`),
-and functions run on several ranks.
+"""For tests of trainers: tiny checkpoints made from code, a reference trainer, the conformance suite (`testing.conformance`), what plain peft makes
+of rows (`testing.plain_peft`), and functions run on several ranks.
 
-Needs transformers: pip install 'twinkle-train[testing]'.
+Needs transformers and peft: pip install 'twinkle-train[testing]'.
 """
 
-from . import conformance
+from . import conformance, plain_peft
 from ._features import random_features, rollout_features
-from ._models import tiny_llama, tiny_qwen2, tiny_qwen3
+from ._models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from ._rank_pool import RankPool
 from ._ranks import run_ranks
 from ._reference import ReferenceTrainer
@@ -15,10 +15,12 @@ __all__ = [
     "RankPool",
     "ReferenceTrainer",
     "conformance",
+    "plain_peft",
     "random_features",
     "rollout_features",
     "run_ranks",
     "tiny_llama",
     "tiny_qwen2",
     "tiny_qwen3",
+    "tiny_qwen3_moe",
 ]

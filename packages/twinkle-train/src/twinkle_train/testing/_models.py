@@ -28,6 +28,14 @@ def tiny_qwen3(path: str | os.PathLike[str], **sizes: Any) -> Path:
     return _write(path, Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True, **sizes})
 
 
+def tiny_qwen3_moe(path: str | os.PathLike[str], **sizes: Any) -> Path:
+    """As `tiny_qwen3`, a Qwen3-MoE: 4 experts of MLP 32 in each layer, 2 of them a token; untied embeddings."""
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return _write(path, Qwen3MoeConfig, {"head_dim": 32, "tie_word_embeddings": False, **experts, **sizes})
+
+
 def tiny_qwen2(path: str | os.PathLike[str], **sizes: Any) -> Path:
     """As `tiny_qwen3`, a Qwen2: biases on queries, keys and values; untied embeddings."""
     from transformers import Qwen2Config

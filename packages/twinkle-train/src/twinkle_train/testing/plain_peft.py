@@ -1,4 +1,9 @@
-"""What plain peft makes of rows on the Hugging Face model: no batches, no padding, nothing of twinkle's. Loaded by conftest.py."""
+"""What plain peft makes of rows on the Hugging Face model: no batches, no padding, nothing of twinkle's.
+
+Needs peft: pip install 'twinkle-train[testing]'.
+"""
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
@@ -6,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+__all__ = ["ADAM_EPS", "ADAM_LR", "CONFIG", "SGD_LR", "load_into", "peft_model", "peft_results", "write_adapter"]
 
 SGD_LR, ADAM_LR, ADAM_EPS = 0.1, 1e-3, 1e-3
 CONFIG: dict[str, Any] = {"r": 4, "lora_alpha": 6, "use_rslora": True}
