@@ -96,8 +96,8 @@ class RetentionConfig(_Section):
     """What `gc` and the server's own rounds delete."""
 
     session_s: float = Field(default=120, gt=0, description="Without a heartbeat a session is over.")
-    future_s: float = Field(default=24 * 3600, gt=0, description="Results are kept so long after they were made.")
-    idempotency_s: float = Field(default=24 * 3600, gt=0)
+    future_s: float = Field(default=24 * 3600, gt=0, description="Results, and idempotency keys with them, are kept so long.")
+    processor_s: float = Field(default=3600, gt=0, description="Without a call a dataset or loader is let go.")
     audit_s: float = Field(default=365 * 24 * 3600, gt=0)
     checkpoint_s: float | None = Field(default=None, gt=0, description="Age of a checkpoint; None keeps them.")
     every_s: float = Field(default=60, gt=0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ._checkpoints import Checkpoints
@@ -15,6 +16,7 @@ from ._errors import Failed, NotFound
 from ._folders import Folders
 from ._keys import KeyRing, Principal
 from ._metrics import Metrics
+from ._processors import Processors
 from ._runs import Runs
 from ._sessions import Sessions
 from ._tracing import Tracing
@@ -48,6 +50,7 @@ class Service:
         self.checkpoints = Checkpoints(self.store, self.folders, quota_bytes=config.limits.checkpoint_bytes, on_removed=self._forget_adapter)
         self.metrics = Metrics()
         self.tracing = Tracing(config.tracing)
+        self.processors = Processors(config, self._template)
         self.calls = Calls(self)
         self.trainers: dict[str, TrainerBackend] = {}
         self.samplers: dict[str, SamplerBackend] = {}
@@ -85,14 +88,7 @@ class Service:
         if self.config.models:
             self._runtime = start_runtime(self.config.runtime)
         await self.calls.start()
-        self._tasks = [
-            asyncio.create_task(self._load(name, backend.start))
-            for name, backend in [
-                *((trainer_queue(name), each) for name, each in self.trainers.items()),
-                *((sampler_queue(name), each) for name, each in self.samplers.items()),
-            ]
-        ]
-        self._tasks.append(asyncio.create_task(self._rounds()))
+        self._tasks = [asyncio.create_task(self._load_all()), asyncio.create_task(self._rounds())]
 
     async def stop(self) -> None:
         """Lets running calls end, parks adapters, and closes everything."""
@@ -173,6 +169,13 @@ class Service:
             "checkpoints": self.checkpoints.expire(retention.checkpoint_s),
         }
 
+    async def _load_all(self) -> None:
+        # One after another: engines import the same libraries, whose lazy modules threads must not enter at once.
+        for name, trainer in self.trainers.items():
+            await self._load(trainer_queue(name), trainer.start)
+        for name, sampler in self.samplers.items():
+            await self._load(sampler_queue(name), sampler.start)
+
     async def _load(self, name: str, start: Callable[[], None]) -> None:
         begun = time.monotonic()
         queue = self.calls.queue(name)
@@ -191,11 +194,20 @@ class Service:
             try:
                 await self.sessions.round()
                 await self.calls.expire()
+                self.processors.expire(self.config.retention.processor_s)
                 if time.monotonic() >= next_collection:
                     await self.io(self.collect_garbage)
                     next_collection = time.monotonic() + self.config.retention.every_s
             except Exception:  # the next round may fare better
                 logger.exception("a round of upkeep failed")
+
+    def _template(self, model: str, options: Mapping[str, Any]) -> Any:
+        from .native._convert import data_layer
+
+        config = self.config.model(model)
+        if config is None:
+            raise NotFound(f"there is no base model {model[:200]!r}")
+        return data_layer().Template(Path(config.path), **options)
 
     def _forget_adapter(self, folder: str) -> None:
         for sampler in self.samplers.values():

@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from sqlalchemy.exc import IntegrityError
+
 from ._config import ServerConfig
 from ._errors import Busy, Exhausted, NotFound
 from ._keys import Principal
@@ -32,13 +34,22 @@ class Sessions:
         for session in await self._io(self._store.live_sessions):
             self._tenants[session.id], self._seen[session.id] = session.tenant, now
 
-    async def create(self, principal: Principal, metadata: Mapping[str, Any] | None = None) -> Session:
-        """A new session; Busy beyond the tenant's number."""
+    async def create(self, principal: Principal, metadata: Mapping[str, Any] | None = None, session_id: str | None = None) -> Session:
+        """A new session; Busy beyond the tenant's number. session_id: given, a second call returns the first one's session."""
+        if session_id is not None:
+            before = await self._io(self._store.get, Session, session_id)
+            if before is not None and before.tenant == principal.tenant:
+                return before
         if sum(tenant == principal.tenant for tenant in self._tenants.values()) >= self._config.limits.sessions:
             raise Busy(f"you have {self._config.limits.sessions} live sessions already", retry_after_s=self._config.retention.session_s)
         now = time.time()
         session = Session(id=f"ses-{secrets.token_hex(10)}", tenant=principal.tenant, metadata=dict(metadata or {}), created_at=now, seen_at=now)
-        await self._io(self._store.add, session)
+        try:
+            await self._io(self._store.add, session)
+        except IntegrityError:  # the same request, sent again meanwhile
+            if (before := await self._io(self._store.get, Session, session.id)) is None or before.tenant != principal.tenant:
+                raise
+            return before
         self._tenants[session.id], self._seen[session.id] = session.tenant, now
         return session
 

@@ -185,3 +185,7 @@ def _list_keys(given: argparse.Namespace) -> int:
 
 def _day(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d")
+
+
+if __name__ == "__main__":
+    entry()

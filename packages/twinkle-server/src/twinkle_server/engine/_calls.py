@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JSON = "application/json"
-_LOST = "the server stopped while this call ran. Whether it took effect is not known, and it was not repeated"
+LOST = "the server stopped while this call ran. Whether it took effect is not known, and it was not repeated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,12 @@ class Context:
         if self.run is None:
             raise Conflict("this call needs a run")
         return self.run
+
+    def measured(self, numbers: Mapping[str, float]) -> None:
+        """Adds a point to the run's curves."""
+        run = self.the_run()
+        finite = {name: float(number) for name, number in numbers.items() if math.isfinite(number)}
+        self.service.store.add_metrics(run.id, run.steps, finite)
 
     def the_trainer(self) -> TrainerBackend:
         """The trainer; Conflict where the model has none."""
@@ -131,7 +138,7 @@ class Calls:
 
     async def start(self) -> None:
         """Takes up what an earlier server left: calls that ran are lost, those that waited wait again."""
-        for future in await self._service.io(self._service.store.recover_futures, _LOST):
+        for future in await self._service.io(self._service.store.recover_futures, LOST):
             queue = self._queues.get(future.queue)
             work = Work(future)
             try:
@@ -198,11 +205,11 @@ class Calls:
             known = None if dedup is None else await self._service.io(self._service.store.find_future, principal.tenant, dedup)
             if known is None:
                 line.check_room(principal.tenant, len(payload))
-            future, is_new = await self._service.io(self._store, future) if known is None else (known, False)
+            stored, is_new = await self._service.io(self._store, future) if known is None else (known, False)
             if not is_new:
-                await self._service.io(_check_same, future, kind, payload)
-                return future
-            work.future = future
+                await self._service.io(_check_same, stored, future)
+                return stored
+            work.future = future = stored
         else:
             line.check_room(principal.tenant, len(payload))
         try:
@@ -266,7 +273,7 @@ class Calls:
         return replace(work.future, status="running" if running else "queued")
 
     def _store(self, future: Future) -> tuple[Future, bool]:
-        digest = "" if future.dedup is None else _digest(future.kind, future.payload or b"")
+        digest = "" if future.dedup is None else _digest(future)
         return self._service.store.add_future(replace(future, payload_digest=digest))
 
     def _finish(self, work: Work, outcome: Reply | ApiError) -> Future:
@@ -318,16 +325,16 @@ def reply_of(future: Future) -> Reply:
     if future.status == "done":
         return Reply(body=future.result or b"", media_type=future.media_type or JSON)
     if future.status == "failed":
-        if future.error == _LOST:
-            raise Lost(_LOST)
+        if future.error == LOST:
+            raise Lost(LOST)
         raise error_of(future.error_status or 500, future.error or "the call failed")
     raise Unavailable(f"the call {future.id} has not finished; ask for it again", retry_after_s=1)
 
 
-def _digest(kind: str, payload: bytes) -> str:
-    return hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
+def _digest(future: Future) -> str:
+    return hashlib.sha256("\0".join((future.kind, future.queue, future.run_id or "", "")).encode() + (future.payload or b"")).hexdigest()
 
 
-def _check_same(future: Future, kind: str, payload: bytes) -> None:
-    if future.kind != kind or future.payload_digest != _digest(kind, payload):
+def _check_same(before: Future, future: Future) -> None:
+    if before.payload_digest != _digest(future):
         raise Conflict("this idempotency key was used for another request")

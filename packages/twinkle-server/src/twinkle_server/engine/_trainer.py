@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import OrderedDict
@@ -26,6 +27,7 @@ _READING = frozenset({"forward_only", "calculate_metric", "get_state_dict", "get
 _FINISHING = frozenset({"step", "zero_grad", "clip_grad_and_step", "load", "resume_from_checkpoint"})
 _ACCUMULATING = frozenset({"forward", "calculate_loss", "backward", "forward_backward", "clip_grad_norm"})
 _RESTORING = frozenset({"load", "resume_from_checkpoint"})
+_MAX_TEMPLATES = 64
 _DEAD = frozenset({"WorkerDiedError", "ComponentLostError", "CallTimeoutError"})
 
 
@@ -53,6 +55,8 @@ class TrainerBackend:
         self._build = build
         self._model: Any = None
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
+        self._templates: OrderedDict[str, Any] = OrderedDict()
+        self._tokenizer: Any = None
         self.error: Exception | None = None
 
     def start(self) -> None:
@@ -110,9 +114,11 @@ class TrainerBackend:
         return result
 
     def resume(self, run: Run, path: str, saved_as: str) -> dict[str, Any]:
-        """resume_from_checkpoint, of a state that was written of an adapter of that name; returns its user_state."""
-        renamed = {} if saved_as == run.adapter else {"saved_as": saved_as}
-        return dict(self.call(run, "resume_from_checkpoint", path=path, **renamed))
+        """resume_from_checkpoint, of a state that was written of an adapter of that name; returns its user_state.
+
+        Naming the adapter leaves torch's generators alone, which are all tenants'.
+        """
+        return dict(self.call(run, "resume_from_checkpoint", path=path, saved_as=saved_as))
 
     def configure(self, run: Run, verb: str, arguments: Mapping[str, Any]) -> None:
         """set_loss, set_optimizer or set_lr_scheduler with plain values; it is done again whenever the adapter comes back."""
@@ -123,6 +129,23 @@ class TrainerBackend:
         if verb == "set_optimizer":
             setup.pop("set_lr_scheduler", None)  # it is constant again
         self._store.change(Run, run.id, setup=setup)
+
+    def template(self, options: Mapping[str, Any]) -> Any:
+        """The model's own chat template (`twinkle_data.Template`) with these options: max_length, truncation, system.
+
+        The trainer is not told of it: its template would be all tenants'.
+        """
+        from twinkle_data import Template
+
+        key = json.dumps(options, sort_keys=True)
+        if key not in self._templates:
+            while len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.popitem(last=False)
+            if self._tokenizer is None:
+                self._tokenizer = Template(Path(self.config.path)).tokenizer
+            self._templates[key] = Template(self._tokenizer, **options)
+        self._templates.move_to_end(key)
+        return self._templates[key]
 
     def touch(self, run: Run) -> None:
         """Brings a run's adapter into memory."""
@@ -188,7 +211,7 @@ class TrainerBackend:
                 if verb in run.setup:
                     self._do(verb, run.adapter, run.setup[verb])
             if run.parked is not None and not run.corrupted:
-                self._do("resume_from_checkpoint", run.adapter, {"path": str(self._folders.path(run.parked) / "state")})
+                self._do("resume_from_checkpoint", run.adapter, {"path": str(self._folders.path(run.parked) / "state"), "saved_as": run.adapter})
         except Exception as error:
             self._do("remove_adapter", run.adapter, {})
             if isinstance(error, ApiError):

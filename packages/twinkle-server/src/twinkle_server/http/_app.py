@@ -18,7 +18,7 @@ from twinkle_client.types import ErrorBody
 
 from .._config import ServerConfig
 from .._dashboard import include_dashboard
-from .._errors import ApiError
+from .._errors import ApiError, Lost
 from .._observing import Observer
 from .._service import Service
 from ..native import include_native
@@ -100,6 +100,8 @@ async def _api_error(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Lost):
+        headers["X-Twinkle-Error"] = "lost"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({"detail": error.detail}, error.status, headers)

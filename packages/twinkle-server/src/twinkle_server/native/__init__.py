@@ -8,6 +8,9 @@ from fastapi import FastAPI
 
 from ._control import control_router
 from ._futures import futures_router
+from ._models import models_router
+from ._processing import processing_router
+from ._samplers import samplers_router
 
 if TYPE_CHECKING:
     from .._service import Service
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 def include_native(app: FastAPI, service: Service, prefix: str, api: str) -> None:
     """Adds the native routes: control endpoints under `prefix`, verbs under `api`."""
-    del service, api
     app.include_router(control_router, prefix=prefix)
     app.include_router(futures_router, prefix=prefix)
+    route_prefix = service.config.route_prefix
+    app.include_router(models_router(service, route_prefix), prefix=api)
+    app.include_router(samplers_router(service, route_prefix), prefix=api)
+    app.include_router(processing_router, prefix=f"{api}/processor{route_prefix}")

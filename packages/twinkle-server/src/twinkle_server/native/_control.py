@@ -15,6 +15,7 @@ from .._service import Service
 from ..http._auth import Caller, get_service, request_id
 from ..http._json import StrictRoute
 from ..store import Checkpoint, Run
+from ._answers import id_of_key
 
 control_router = APIRouter(route_class=StrictRoute, tags=["control"])
 
@@ -63,7 +64,7 @@ async def capacity_info(request: Request, caller: Caller) -> wire.CapacityInfo:
 @control_router.post("/create_session")
 async def create_session(request: Request, caller: Caller, body: wire.CreateSession) -> wire.Session:
     """Begins a session, which heartbeats keep alive."""
-    session = await get_service(request).sessions.create(caller, body.metadata)
+    session = await get_service(request).sessions.create(caller, body.metadata, id_of_key("ses-", caller, request))
     return wire.Session(session_id=session.id)
 
 
@@ -82,7 +83,7 @@ async def training_runs(request: Request, caller: Caller, limit: Limit = 20, off
     service = get_service(request)
 
     def read() -> wire.TrainingRuns:
-        runs, count = service.store.page(Run, tenant=None if all_users else caller.tenant, limit=limit, offset=offset)
+        runs, count = service.store.page(Run, tenant=None if all_users else caller.tenant, limit=limit, offset=offset, where={"ended_at": None})
         return wire.TrainingRuns(
             training_runs=[run_of(service, run) for run in runs], cursor=wire.Cursor(limit=limit, offset=offset, total_count=count)
         )
@@ -105,6 +106,28 @@ async def run_checkpoints(request: Request, caller: Caller, run_id: RunId) -> wi
     def read() -> wire.Checkpoints:
         run = service.runs.visible(caller, run_id)
         return wire.Checkpoints(checkpoints=[checkpoint_of(each, run) for each in service.checkpoints.of_run(run)])
+
+    return await service.io(read)
+
+
+@control_router.get("/training_runs/{run_id}/curve")
+async def run_curve(
+    request: Request, caller: Caller, run_id: RunId, after: Annotated[int, Query(ge=0, le=1 << 53)] = 0, limit: Limit = 1000
+) -> wire.Curve:
+    """What a run's calls have measured: the last points behind the number `after`, oldest first."""
+    service = get_service(request)
+
+    def read() -> wire.Curve:
+        run = service.runs.visible(caller, run_id)
+        points = service.store.metrics(run.id, limit, after)
+        return wire.Curve(
+            points=[
+                wire.CurvePoint(
+                    number=each["number"], step=each["step"], time=_time(each["at"]), loss=each["measured"].get("loss"), measured=each["measured"]
+                )
+                for each in points
+            ]
+        )
 
     return await service.io(read)
 

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from twinkle_client import types as wire
 
 from ..engine import Calls
-from ..engine._calls import JSON
+from ..engine._calls import JSON, LOST
 from ..http._auth import Caller, get_service
 from ..http._json import StrictRoute
 from ..store import Future
@@ -39,7 +39,7 @@ def future_of(calls: Calls, future: Future) -> wire.Future:
         result = content["result"] if isinstance(content, dict) and set(content) == {"result"} else content
     return wire.Future(
         request_id=future.id,
-        status=future.status,
+        status="lost" if future.error == LOST else future.status,
         result=result,
         error=future.error,
         error_status=future.error_status,

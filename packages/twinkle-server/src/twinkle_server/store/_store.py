@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -142,6 +143,12 @@ class Store:
             conditions.append(table.c.session_id == session_id)
         with self._read() as connection:
             return _one(Run, connection.execute(select(table).where(*conditions).order_by(table.c.number.desc()).limit(1)).mappings().first())
+
+    def end_run(self, run_id: str) -> None:
+        """A run is over: it is not found any more. Its name and id may be used again."""
+        with self._write() as connection:
+            gone = f"{run_id[:100]}-{secrets.token_hex(6)}"
+            connection.execute(update(tables.runs).where(tables.runs.c.id == run_id).values(id=gone, ended_at=time.time()))
 
     def mark_lost_runs(self) -> list[str]:
         """At a start: runs whose state was in memory only are corrupted now; their ids."""
