@@ -85,6 +85,12 @@ def expected(checkpoint: Callable[..., Path], features: list[Any]) -> Callable[.
 
 
 @pytest.fixture(scope="session")
+def plain() -> Callable[..., dict[str, Any]]:
+    """What plain PyTorch makes of any rows of a checkpoint: plain(path, rows)."""
+    return _neighbour("transformers_plain").plain
+
+
+@pytest.fixture(scope="session")
 def features() -> list[Any]:
     """Seven rows of different lengths: prompts untrained, some tokens weighted, temperatures that differ."""
     from twinkle_data import InputFeature

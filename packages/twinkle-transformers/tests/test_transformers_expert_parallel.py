@@ -221,3 +221,78 @@ def test_experts_are_saved_whole_and_a_checkpoint_is_resumed_without_dividing_th
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     fused = saved.get_parameter("model.layers.1.mlp.experts.down_proj")
     assert np.array_equal(fused[3].detach().numpy(), weights["model.layers.1.mlp.experts.3.down_proj.weight"])
+
+
+def listed_on_rank(path: Path, rows: list[Any], folder: Path) -> dict[str, Any]:
+    """Runs on two ranks: what a model with a ModuleList saves is loaded again, divided or not."""
+    from twinkle_mesh import DeviceMesh
+    from twinkle_transformers._trainer import TransformersTrainer
+
+    whole = TransformersTrainer(path, DeviceMesh.from_sizes(dp_size=2, device_type="cpu"), trust_remote_code=True)
+    start = whole.export_weights()
+    whole.close()
+    trainer = TransformersTrainer(path, DeviceMesh.from_sizes(dp_size=2, ep_size=2, device_type="cpu"), trust_remote_code=True)
+    divided = trainer.export_weights()
+    trainer.set_loss("cross_entropy")
+    trainer.set_optimizer("sgd", lr=0.1)
+    trainer.forward_backward(rows, 2)
+    trainer.clip_grad_and_step()
+    trainer.save(folder / "saved")
+    trained = trainer.export_weights()
+    tokens = trainer.calculate_metric()
+    trainer.load(path)
+    back = trainer.export_weights()
+    trainer.load(folder / "saved")
+    again = trainer.export_weights()
+    trainer.close()
+    return {"start": start, "divided": divided, "trained": trained, "back": back, "again": again, "metrics": tokens}
+
+
+@pytest.mark.timeout(300)
+def test_a_module_list_in_code_of_the_checkpoint_is_trained_saved_and_loaded(
+    two_ranks: Any, checkpoint: Any, features: list[Any], tmp_path: Path
+) -> None:
+    found = two_ranks.run(listed_on_rank, checkpoint("listed_moe"), features[:4], tmp_path, timeout_s=120)[0]
+    name = "model.layers.1.mlp.experts.3.up_proj.bias"
+    assert name in found["start"]
+    for one, other in (("start", "divided"), ("start", "back"), ("trained", "again")):
+        assert found[one].keys() == found[other].keys()
+        assert all(np.array_equal(found[one][key], found[other][key]) for key in found[one]), (one, other)
+    assert not np.array_equal(found["start"][name], found["trained"][name])
+    assert found["metrics"]["moe_load_max"] >= 1
+
+
+def beside_transformers_on_rank(path: Path, tokens: Any) -> dict[str, float]:
+    """Runs on two ranks with the same tokens: ours beside transformers' own expert parallelism, which needs tensor parallel ranks."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, ep_size=2)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
+    ours: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    apply_expert_parallel(ours, dist.group.WORLD)
+    ids = torch.as_tensor(tokens)[None]
+    logits = [model(ids, use_cache=False).logits for model in (ours, theirs)]
+    for each in logits:
+        each.log_softmax(-1)[..., 7].sum().backward()
+    found = {"logits": _gap(logits[0], logits[1])}
+    for name in ("gate_up_proj", "down_proj"):
+        gradients: list[torch.Tensor] = []
+        for model in (ours, theirs):
+            gradient = model.get_parameter(f"model.layers.1.mlp.experts.{name}").grad
+            gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+        # Each rank has sent the same tokens to our experts; theirs get them once.
+        found[name] = _gap(gradients[0] / 2, gradients[1])
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_those_of_transformers_own_expert_parallelism(family: str, two_ranks: Any, checkpoint: Any, features: list[Any]) -> None:
+    for found in two_ranks.run(beside_transformers_on_rank, checkpoint(family, vocab_size=302), features[4].input_ids, timeout_s=120):
+        print(family, found)
+        # A few roundings, relative to the largest entry.
+        assert max(found.values()) < 5e-6, found

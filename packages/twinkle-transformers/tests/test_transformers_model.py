@@ -95,6 +95,30 @@ def test_packed_rows_are_refused_where_they_would_leak(family: str, checkpoint: 
     assert np.abs(together - alone).max() > 1e-3
 
 
+def test_compressed_keys_take_one_sequence_a_row_from_its_first_column(checkpoint: Any, made: Any, features: list[Any]) -> None:
+    model = made(checkpoint("deepseek_v4"))
+    with pytest.raises(InputError, match=r"DeepseekV4ForCausalLM puts tokens together by stretches of the row.*\(DeepseekV4HCACompressor\)"):
+        model.forward([PackedFeature(features=features[:2])])
+    model.set_processor(InputProcessor(padding_side="left"))
+    with pytest.raises(InputError, match="DeepseekV4ForCausalLM counts from the first column: pad on the right"):
+        model.forward(features[:2])
+
+
+def test_rows_of_the_documented_packing_dataset_train_as_their_sequences_alone(expected: Any, made: Any, features: list[Any]) -> None:
+    from twinkle_data import Dataset, PackingDataset
+
+    path, want = expected("qwen3")
+    dataset = PackingDataset(
+        dataset=Dataset(features),
+        max_length=8192,
+    )
+    model = made(path)
+    model.set_loss("cross_entropy")
+    rows = list(dataset)
+    assert len(rows) == 1
+    assert abs(model.forward_backward(rows).loss - want["loss"]) < 1e-6
+
+
 # Models of other families than those of the parity tests, each with what is special about its attention.
 FAMILIES = ["phi3", "olmo2", "glm4", "smollm3", "cohere2", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "opt", "qwen2_moe", "glm4_moe"]
 

@@ -15,7 +15,7 @@ def plain(path: Path, rows: Sequence[Any]) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=True)
     weight = sum(float(_weights(row)[1:].sum()) for row in rows)
     loss, logprobs = 0.0, []
     for row in rows:

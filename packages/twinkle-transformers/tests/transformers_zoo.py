@@ -1,5 +1,7 @@
 """Tiny checkpoints of many model types, made from code. Loaded by conftest.py."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_CHOSEN,
         **_LINEAR,
     },
+    # Padded rows only: state space layers and compressed keys do not keep sequences apart.
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "num_hidden_layers": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        **_CHOSEN,
+    },
+    # One layer is routed by a hash of the token.
+    "deepseek_v4": {
+        "num_local_experts": 4,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "q_lora_rank": 24,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "compress_rate_hca": 4,
+        **_CHOSEN,
+    },
+    # Code of its own, in the checkpoint.
+    "listed_moe": {"head_dim": 16},
     # Models whose sequences do not stay apart, each for another reason.
     "olmo_hybrid": {**_LINEAR, "linear_num_key_heads": 4},
     "mamba": {"state_size": 8},
@@ -90,15 +124,25 @@ def make(folder: Path, family: str, **sizes: Any) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **_SIZES | FAMILIES[family] | sizes)
+    remote = family == "listed_moe"
+    options = _SIZES | FAMILIES[family] | sizes
+    if remote:
+        shutil.copy(Path(__file__).with_name("remote_code_model.py"), folder)
+        code = {"AutoConfig": "remote_code_model.ListedConfig", "AutoModelForCausalLM": "remote_code_model.ListedForCausalLM"}
+        (folder / "config.json").write_text(json.dumps(options | {"model_type": family, "auto_map": code}))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    else:
+        config = AutoConfig.for_model(family, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=remote)
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 # Norms of exactly one, biases of exactly zero and routers that are nearly undecided would hide faults.
                 if name.endswith("e_score_correction_bias"):
                     tensor.copy_(torch.randn_like(tensor) * 0.1)
+                elif name.endswith("tid2eid"):
+                    tensor.copy_(torch.rand(len(tensor), config.num_local_experts).topk(tensor.shape[1]).indices)
                 elif name.endswith(("gate.weight", "router.weight")):
                     tensor.copy_(torch.randn_like(tensor) * 0.3)
                 elif tensor.is_floating_point() and ("bias" in name or "sinks" in name or tensor.dim() == 1) and "inv_freq" not in name:

@@ -6,9 +6,11 @@ A model's routers, shared experts and whatever else is in its blocks stay its ow
 Shape suffixes: T tokens of this rank, K experts a token, H hidden size, E experts, M tokens that came to this rank's experts.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from ._errors import LayoutError, UnsupportedModelError
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Of the largest output, in float32: far above rounding, far below what another routing does.
 _TOLERANCE = 1e-4
+# Between parts of a name where a dot cannot be.
+_DOT = "__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,59 @@ class Dispatch:
     expert_ids_M: torch.Tensor
 
 
+class StackedExperts(nn.Module):
+    """The experts of a ModuleList as one module, each parameter stacked over them, so that it is divided, sharded and gathered as fused experts are.
+
+    Raises:
+        UnsupportedModelError: experts that differ in their parameters, or have buffers.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(experts, nn.ModuleList)
+        first, name = experts[0], type(experts[0]).__name__
+        shapes = [{key: parameter.shape for key, parameter in expert.named_parameters()} for expert in experts]
+        if any(each != shapes[0] for each in shapes) or any(True for _ in experts.buffers()):
+            raise UnsupportedModelError(f"experts of {name} differ in their parameters, or have buffers: they cannot be divided")
+        self.num_experts = len(experts)
+        for key, parameter in first.named_parameters():
+            stacked = torch.stack([expert.get_parameter(key).detach() for expert in experts])
+            self.register_parameter(key.replace(".", _DOT), nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+        # In a list: it is no module of the model, and its own weights are not used.
+        self._template = [copy.deepcopy(first).to("meta")]
+
+    def one_by_one(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Each expert of this rank."""
+        template = self._template[0].train(self.training)
+        for index in range(self.num_experts):
+            weights = {key.replace(_DOT, "."): parameter[index] for key, parameter in self.named_parameters()}
+            yield partial(torch.func.functional_call, template, weights)
+
+
+def unstacked(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by their names in a model, those of `StackedExperts` as its checkpoints have them: expert by expert."""
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, StackedExperts))
+    for name, tensor in tensors:
+        if not name.startswith(prefixes or ("\0",)):
+            yield name, tensor
+            continue
+        prefix, _, rest = name.rpartition(".")
+        for index, part in enumerate(tensor):
+            yield f"{prefix}.{index}.{rest.replace(_DOT, '.')}", part
+
+
+def stacked(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The other way: tensors by their names in a checkpoint's model."""
+    found = dict(tensors)
+    for prefix, module in model.named_modules():
+        if isinstance(module, StackedExperts):
+            for key, _ in module.named_parameters():
+                name = key.replace(_DOT, ".")
+                total = sum(1 for other in tensors if other.startswith(f"{prefix}.") and other.endswith(f".{name}"))
+                found[f"{prefix}.{key}"] = torch.stack([found.pop(f"{prefix}.{index}.{name}") for index in range(total)])
+    return found
+
+
 def preprocess(top_k_index_TK: torch.Tensor, num_experts: int, group: Any) -> Dispatch:
     """Stage 1: counts how many tokens go to each expert of each rank, and exchanges the counts. Collective.
 
@@ -95,16 +152,17 @@ def pre_all2all(hidden_TH: torch.Tensor, dispatch: Dispatch, num_choices: int, g
 def local_experts(experts: nn.Module, tokens_MH: torch.Tensor, expert_ids_M: torch.Tensor) -> torch.Tensor:
     """Stage 3: each token through its expert of this rank, ``[M, H]``, unweighed.
 
-    Fused experts by transformers' grouped matrix multiply; a ModuleList one expert after another. A rank without tokens computes a row of
+    Fused experts by transformers' grouped matrix multiply; those of a ModuleList one expert after another. A rank without tokens computes a row of
     zeros for nobody, so that it takes part in what backward exchanges.
     """
     if len(tokens_MH) == 0:
         zero = tokens_MH.sum(0, keepdim=True)
         return local_experts(experts, zero, torch.zeros(1, dtype=torch.long, device=zero.device))[:0]
-    if isinstance(experts, nn.ModuleList):
+    if isinstance(experts, (nn.ModuleList, StackedExperts)):
         order = torch.argsort(expert_ids_M, stable=True)
-        counts = torch.bincount(expert_ids_M, minlength=len(experts)).tolist()
-        parts = [expert(part) for expert, part in zip(experts, tokens_MH[order].split(counts), strict=True)]
+        counts = torch.bincount(expert_ids_M, minlength=_num_experts(experts)).tolist()
+        one_by_one = experts if isinstance(experts, nn.ModuleList) else experts.one_by_one()
+        parts = [expert(part) for expert, part in zip(one_by_one, tokens_MH[order].split(counts), strict=True)]
         return torch.cat(parts)[torch.argsort(order)]
     from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -159,10 +217,9 @@ def patch_forward(block: nn.Module, config: ExpertParallelConfig, group: Any, nu
         out_MH = local_experts(experts, came_MH, dispatch.expert_ids_M)
         return post_all2all(out_MH, dispatch, top_k_weights, dtype, group)
 
-    if isinstance(experts, nn.ModuleList):
-        block.forward = _module_list_forward(block, route, returns_logits=bool(getattr(block, "_twinkle_returns_logits", False)))
-    else:
-        experts.forward = route
+    experts.forward = route
+    if isinstance(experts, (nn.ModuleList, StackedExperts)):
+        block.forward = _module_list_forward(block, returns_logits=bool(getattr(block, "_twinkle_returns_logits", False)))
 
 
 def apply_expert_parallel(model: nn.Module, group: Any, config: ExpertParallelConfig | None = None) -> list[nn.Module]:
@@ -184,6 +241,11 @@ def apply_expert_parallel(model: nn.Module, group: Any, config: ExpertParallelCo
         ConfigError: enabled is False. LayoutError: ep_size is another, or does not divide the experts.
         UnsupportedModelError: there are no experts, or a block is not understood; names its class.
     """
+    return divide_experts(model, group, config, stack=False)
+
+
+def divide_experts(model: nn.Module, group: Any, config: ExpertParallelConfig | None, *, stack: bool) -> list[nn.Module]:
+    """`apply_expert_parallel`; stack: experts of a ModuleList become `StackedExperts`, whose weights are divided as fused ones are."""
     config = config or ExpertParallelConfig(keep_router_logits=False)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     if not config.enabled:
@@ -201,6 +263,8 @@ def apply_expert_parallel(model: nn.Module, group: Any, config: ExpertParallelCo
             checked.add(type(block))
         if isinstance(experts_of(block), nn.ModuleList):
             block._twinkle_returns_logits = _returns_logits(block)  # pyright: ignore[reportArgumentType]
+            if stack:
+                block.experts = StackedExperts(experts_of(block))
         shard_experts(block, rank, ranks)
         patch_forward(block, config, group, total)
     return [experts_of(block) for block in blocks]
@@ -222,7 +286,7 @@ def expert_blocks(model: nn.Module) -> Iterator[nn.Module]:
 def experts_of(block: nn.Module) -> nn.Module:
     """A block's experts: a ModuleList, or fused weights that are called with tokens, chosen experts and routing weights."""
     experts: Any = block.experts
-    if isinstance(experts, nn.ModuleList):
+    if isinstance(experts, (nn.ModuleList, StackedExperts)):
         return experts
     fused = all(hasattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj"))
     if not fused or len(inspect.signature(type(experts).forward).parameters) != 4:
@@ -283,7 +347,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _module_list_forward(block: nn.Module, route: Callable[..., torch.Tensor], *, returns_logits: bool) -> Callable[..., Any]:
+def _module_list_forward(block: nn.Module, *, returns_logits: bool) -> Callable[..., Any]:
     """The forward of a block that loops over a ModuleList: softmax, the largest, normalized unless norm_topk_prob says no, and shared experts."""
     attributes: Any = block
 
@@ -293,7 +357,7 @@ def _module_list_forward(block: nn.Module, route: Callable[..., torch.Tensor], *
         weights_TK, index_TK = torch.topk(logits_TE.float().softmax(-1), attributes.top_k, dim=-1)
         if getattr(block, "norm_topk_prob", True):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        out_TH = route(hidden_TH, index_TK, weights_TK)
+        out_TH = experts_of(block)(hidden_TH, index_TK, weights_TK)
         for name in ("shared_expert", "shared_experts"):
             if isinstance(shared := getattr(block, name, None), nn.Module):
                 gate = getattr(block, f"{name}_gate", None)
@@ -310,8 +374,7 @@ def _check_understood(block: nn.Module, num_experts: int) -> None:
     if isinstance(experts, nn.ModuleList) and (not isinstance(router_of(block), nn.Linear) or not hasattr(block, "top_k")):
         raise UnsupportedModelError(f"{type(block).__name__} has a ModuleList of experts, but no linear gate or no top_k: how it routes is not known")
     want = _output(block)
-    patched, router = experts if not isinstance(experts, nn.ModuleList) else block, router_of(block)
-    kept = [(module, module.__dict__.get("forward")) for module in (patched, router)]
+    kept = [(module, module.__dict__.get("forward")) for module in (block, experts, router_of(block))]
     try:
         patch_forward(block, ExpertParallelConfig(keep_router_logits=False), None, num_experts)
         have = _output(block)
@@ -340,9 +403,11 @@ def _run(block: nn.Module) -> Any:
     parameter = next(block.parameters())
     hidden_size = next(router_of(block).parameters()).shape[-1]
     tokens = torch.randn(1, 16, hidden_size, generator=torch.Generator().manual_seed(0)).to(parameter)
+    # Hash routing (DeepSeek-V4) looks at the tokens themselves.
+    named = {"input_ids": torch.arange(16)[None]} if "input_ids" in inspect.signature(block.forward).parameters else {}
     training = block.training
     block.eval()
     try:
-        return block(tokens)
+        return block(tokens, **named)
     finally:
         block.train(training)

@@ -51,11 +51,11 @@ def load_model(folder: Path, *, attn_implementation: str | None, trust_remote_co
     return model
 
 
-def check_same_model(folder: Path, config: Any) -> None:
+def check_same_model(folder: Path, config: Any, *, trust_remote_code: bool = False) -> None:
     """CheckpointError unless the checkpoint is of the same model type and sizes."""
     from transformers import AutoConfig
 
-    other = AutoConfig.from_pretrained(folder)
+    other = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"):
         have, want = getattr(other, name, None), getattr(config, name, None)
         if have != want:

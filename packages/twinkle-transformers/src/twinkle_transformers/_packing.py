@@ -13,6 +13,7 @@ from ._errors import UnsupportedModelError
 _LENGTHS = (5, 6)
 # Of the largest logit: far above rounding, far below what a wrong position or a token too many does.
 _TOLERANCE = 1e-3
+_STRETCHES = ("Compressor", "Indexer")
 
 
 def packing_fault(model: Any, attention: Attention | None, reason: str = "") -> str | None:
@@ -33,6 +34,8 @@ def packing_fault(model: Any, attention: Attention | None, reason: str = "") -> 
         return reason
     if not takes_positions(model):
         return f"{name}.forward has no position_ids, so positions cannot begin anew in each sequence"
+    if stretches := stretch_modules(model):
+        return f"{name} puts tokens together by stretches of the row, whatever sequence they are of ({', '.join(stretches)})"
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = [(torch.arange(length) * 7 + 3 * length) % vocabulary for length in _LENGTHS]
     training, base = model.training, attention.base
@@ -54,6 +57,12 @@ def packing_fault(model: Any, attention: Attention | None, reason: str = "") -> 
 def takes_positions(model: Any) -> bool:
     """Whether the model's forward has position_ids."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def stretch_modules(model: Any) -> list[str]:
+    """The classes of a model's modules that compress, or choose from, all columns of a row (DeepSeek-V3.2 and -V4): what they do shows in long rows
+    only, and depends on where a row begins."""
+    return sorted({type(module).__name__ for module in model.modules() if type(module).__name__.endswith(_STRETCHES)})
 
 
 def _compare(model: Any, attention: Attention, tokens: list[torch.Tensor]) -> str | None:

@@ -148,7 +148,7 @@ class Routers:
             return  # trained as it is; its routing is not looked at
         layer, self.num_layers = self.num_layers, self.num_layers + 1
         top_k: int | None = None
-        if isinstance(experts, nn.ModuleList):
+        if isinstance(experts, nn.ModuleList) and "forward" not in experts.__dict__:  # its block goes through it
             top_k = int(getattr(block, "top_k", 1))
         else:
             experts.register_forward_pre_hook(partial(self._see_chosen, layer), with_kwargs=True)

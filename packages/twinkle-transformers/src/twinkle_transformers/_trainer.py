@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
@@ -44,14 +43,14 @@ from twinkle_train import (
 from ._adapters import Adapter, Adapters
 from ._attention import Attention
 from ._errors import CheckpointError, UnsupportedModelError
-from ._expert_parallel import ExpertParallelConfig, apply_expert_parallel
+from ._expert_parallel import ExpertParallelConfig, divide_experts, stacked
 from ._gated_delta import RUNS, GatedDeltaNetPaddingFreePatch
 from ._groups import Groups, check_mesh
 from ._inputs import ModelInputs, model_inputs
 from ._loading import check_same_model, find_checkpoint, load_model
 from ._logprobs import token_logprobs
 from ._optimizer import Optimizer
-from ._packing import packing_fault, takes_positions
+from ._packing import packing_fault, stretch_modules, takes_positions
 from ._parameters import Parameters
 from ._router import RouterLosses, Routers, Routing
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
@@ -115,6 +114,9 @@ class TransformersTrainer(TrainerBase):
         self._has_runs = delta is not None
         self._packing_fault = packing_fault(model, self._attention, reason)
         self._takes_positions = takes_positions(model)
+        self._from_column_0 = (
+            "takes no position_ids" if not self._takes_positions else "counts from the first column" if stretch_modules(model) else ""
+        )
         self._sequence: SequenceParallel | None = None
         self._gathers_logits = False
         if mesh.ulysses_size * mesh.cp_size > 1:
@@ -128,7 +130,7 @@ class TransformersTrainer(TrainerBase):
         divides_experts = mesh.ep_size * mesh.ep_fsdp_size > 1
         # On one rank, too, a configuration says how routers compute.
         divided = divides_experts or (expert_parallel is not None and expert_parallel.enabled)
-        experts = _divided_experts(model, groups, expert_parallel) if divided else []
+        experts = divide_experts(model, groups.experts, expert_parallel, stack=True) if divided else []
         reduce_groups = ReduceGroups(data=groups.data, device=groups.device)
         everyone = torch.distributed.group.WORLD if mesh.world_size > 1 else None
         self._routers = Routers(model, aux_loss_coef=router_aux_loss_coef, z_loss_coef=router_z_loss_coef, groups=reduce_groups, everyone=everyone)
@@ -242,8 +244,8 @@ class TransformersTrainer(TrainerBase):
     def _outputs(self, batch: Batch) -> tuple[TokenOutputs, Routing]:
         if batch.is_packed and self._packing_fault is not None:
             raise InputError(f"rows of several sequences would be wrong: {self._packing_fault}. Give one sequence a row")
-        if not self._takes_positions and not batch.valid[:, 0].all():
-            raise InputError(f"{type(self._model).__name__}.forward has no position_ids: pad on the right")
+        if self._from_column_0 and not batch.valid[:, 0].all():
+            raise InputError(f"{type(self._model).__name__} {self._from_column_0}: pad on the right")
         sequence = self._sequence
         if sequence is None:
             inputs = model_inputs(batch, self._groups_of_mesh.device)
@@ -376,10 +378,10 @@ class TransformersTrainer(TrainerBase):
             adapter.fill(read_adapter(Path(path), adapter.lora, error_type=CheckpointError), os.fspath(path))
             return
         folder = find_checkpoint(path)
-        check_same_model(folder, self._model.config)
         trust = bool(self._settings["trust_remote_code"])
+        check_same_model(folder, self._model.config, trust_remote_code=trust)
         whole = load_model(folder, attn_implementation=None, trust_remote_code=trust)
-        self._weights.copy_from(whole.state_dict())
+        self._weights.copy_from(stacked(self._model, whole.state_dict()))
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, under its Hugging Face name, in the type that forward computes with. Collective: all ranks iterate to the end."""
@@ -457,17 +459,6 @@ def _begin_anew(model: Any) -> GatedDeltaNetPaddingFreePatch | None:
         return GatedDeltaNetPaddingFreePatch().apply(model)
     except UnsupportedModelError:
         return None
-
-
-def _divided_experts(model: Any, groups: Groups, config: ExpertParallelConfig | None) -> list[nn.Module]:
-    experts = apply_expert_parallel(model, groups.experts, config)
-    for module in experts:
-        if isinstance(module, nn.ModuleList):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has a ModuleList of experts, whose checkpoints TransformersModel cannot put together: "
-                "apply_expert_parallel works on the bare model"
-            )
-    return experts
 
 
 def _checkpoint_activations(model: Any) -> None:

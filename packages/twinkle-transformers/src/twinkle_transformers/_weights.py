@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from twinkle_train import Piece
 
+from ._expert_parallel import unstacked
 from ._groups import Groups
 from ._parameters import Parameters, Weight, local_part
 
@@ -125,7 +126,7 @@ def in_checkpoint_form(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) 
     from transformers.core_model_loading import revert_weight_conversion
 
     for _, part in itertools.groupby(tensors, key=lambda item: _layer_of(item[0])):
-        converted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(part))
+        converted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(unstacked(model, part)))
         yield from converted.items()
 
 
