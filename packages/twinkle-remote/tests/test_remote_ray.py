@@ -1,6 +1,6 @@
 """Components on real Ray workers. One Ray serves the whole module."""
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false, reportGeneralTypeIssues=false
 
 import asyncio
 import contextlib
@@ -240,6 +240,14 @@ class Part:
         inner = Part(remote_group="pair")
         return type(inner) is Part, inner.echo([1]).get()
 
+    @tr.remote_function(dispatch="all")
+    def pin_up(self, address):
+        """Answer on a board what is asked there, ten times as much."""
+        board = tr.ObjectBoard.join(address, timeout_s=20)
+        _, number, _ = board.wait([f"question {self.rank}"], timeout_s=20)
+        board.put(f"answer {self.rank}", 10 * number, np.full(1 << 20, number, np.uint8), timeout_s=20)
+        board.close()
+
     def undecorated(self):
         """Not remote."""
 
@@ -310,6 +318,27 @@ def test_each_component_has_a_rendezvous_of_its_own(pair, quad):
     assert ours[1]["rendezvous"].listen_fd is None
     assert [one["rendezvous"].rank for one in theirs] == [0, 1, 2, 3]
     assert ours[0]["master"] == (ours[0]["rendezvous"].host, str(ours[0]["rendezvous"].port))
+
+
+def test_processes_exchange_values_on_a_board_that_ends_with_the_one_who_opened_it(pair):
+    board = tr.ObjectBoard.open(timeout_s=60)
+    answered = pair.pin_up(board.address)
+    for rank in (1, 0):
+        board.put(f"question {rank}", rank + 5, timeout_s=20)
+        name, value, shared = board.wait(["answer 7", f"answer {rank}"], timeout_s=20)
+        assert (name, value, shared.shape, int(shared.min())) == (f"answer {rank}", 10 * (rank + 5), (1 << 20,), rank + 5)
+    answered.get()
+    board.drop(["answer 0", "answer 8"])
+    assert board.wait(["answer 0"], timeout_s=0.1) is None
+    assert board.wait(["answer 0", "answer 1"], timeout_s=0)[0] == "answer 1"
+    other = tr.ObjectBoard.join(board.address, timeout_s=20)
+    other.close()  # it has not opened it
+    assert board.wait(["answer 1"], timeout_s=0) is not None
+    board.close()
+    with pytest.raises(tr.WorkerDiedError, match="closed it or died"):
+        other.wait(["answer 1"], timeout_s=20)
+    with pytest.raises(tr.WorkerDiedError, match="there is no board at"):
+        tr.ObjectBoard.join(board.address, timeout_s=20)
 
 
 def test_the_handle_is_an_instance_of_the_class_and_refuses_what_is_not_remote(pair):

@@ -5,12 +5,15 @@ import os
 import pickle
 import runpy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from twinkle_remote import initialize
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,13 +34,29 @@ class Outcome:
 RunRanks = Callable[..., list[Outcome]]
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, Any]]:
+    """What a process needs to become part of a Ray cluster of the tests' own."""
+    with initialize("ray"):
+        import ray
+
+        environment = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+        yield {"address": ray.get_runtime_context().gcs_address, "environment": environment}
+
+
 @pytest.fixture
-def run_ranks() -> RunRanks:
+def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "twinkle_sync"])
 
     def run(scenario: str, world_size: int = 3, deadline_s: float = 60.0, **arguments: Any) -> list[Outcome]:
         address: Any = context.Queue()
+        transport = arguments.get("transport")
+        if transport == "ray":
+            arguments["cluster"] = request.getfixturevalue("cluster")
+        needed = {"cuda_ipc": 1, "nccl": world_size}.get(str(transport), 0)
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"{transport} needs {needed} CUDA devices for {world_size} processes")
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(

@@ -175,7 +175,7 @@ def test_misuse_is_an_early_error_that_says_what_to_do():
         CheckpointEngineManager(model=Trainer(), sampler=Trainer())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ChannelMisuse, match="timeout_s is 0"):
         CheckpointEngineManager(model=Trainer(), sampler=Sampler(), timeout_s=0)
-    with pytest.raises(ChannelMisuse, match=r"no transport is called 'pigeon'; known are \['folder', 'gloo', 'memory'\]"):
+    with pytest.raises(ChannelMisuse, match=r"no transport is called 'pigeon'; known are \['cuda_ipc', 'folder', 'gloo', 'memory', 'nccl', 'ray'\]"):
         make_transport("pigeon")
     transport = make_transport("memory")
     with pytest.raises(ChannelMisuse, match="the memory transport does not leave it, use gloo"):

@@ -48,6 +48,10 @@ class Source(WeightSender):
             raise ZeroDivisionError("no matrix B")
         yield "lora_B", torch.zeros(3, 2)
 
+    def iter_merged(self, adapter_name):
+        for name, tensor in self.weights.items():
+            yield name, tensor + 1 if name == "embed" else tensor
+
     def adapter_config(self, adapter_name):
         return {"r": 2, "name": adapter_name}
 
@@ -194,7 +198,28 @@ def test_an_adapter_is_complete_before_it_replaces_another_and_leaves_the_weight
     sink.require_weights()
     assert sink.loaded_version == 1
     assert not manager.is_stale
-    wrong: Any = ({"mode": "lora"}, {"mode": "full", "adapter_name": "maths"}, {"mode": "some"})
+    wrong: Any = (
+        {"mode": "lora"},
+        {"mode": "full", "adapter_name": "maths"},
+        {"mode": "some"},
+        {"mode": "full", "merge": True},
+        {"mode": "lora", "adapter_name": "maths", "merge": True},
+    )
     for arguments in wrong:
-        with pytest.raises(ChannelMisuse, match="modes are 'full', 'delta', and 'lora' with an adapter's name"):
+        with pytest.raises(ChannelMisuse, match=r"modes are 'full' and 'delta', .* and 'lora' with an adapter's name"):
             manager.sync_weights(**arguments)
+
+
+def test_merged_weights_take_the_place_of_all_and_can_be_taken_back_by_a_delta():
+    source, sink = Source(some_weights()), Sink()
+    manager = CheckpointEngineManager(model=source, sampler=sink)
+    manager.sync_weights("delta")
+    report = manager.sync_weights("delta", adapter_name="maths", merge=True)
+    assert (report.mode, report.version) == ("delta", 2)
+    assert same_bits(sink.weights, {**source.weights, "embed": source.weights["embed"] + 1})
+    assert manager.sync_weights("delta").mode == "delta"
+    assert same_bits(sink.weights, source.weights)
+    manager.sync_weights(adapter_name="maths", merge=True)
+    assert torch.equal(sink.weights["embed"], source.weights["embed"] + 1)
+    assert sink.adapters == {}
+    assert sink.loaded_version == 4

@@ -1,14 +1,17 @@
 """What every transport between processes must do: one sender, two receivers, real processes."""
 
 import pytest
+import torch
 
-from twinkle_sync import PeerFailed, SyncError, TransferCorrupted, TransferTimeout
+from twinkle_sync import ChannelMisuse, PeerFailed, SyncError, TransferCorrupted, TransferTimeout, make_transport
 
-both = pytest.mark.parametrize("transport", ["gloo", "folder"])
-folder_in_full = pytest.mark.parametrize("transport", ["gloo", pytest.param("folder", marks=pytest.mark.full)])
+full = pytest.mark.full
+others = [pytest.param("ray", marks=full), *(pytest.param(name, marks=[full, pytest.mark.gpu]) for name in ("cuda_ipc", "nccl"))]
+most = pytest.mark.parametrize("transport", ["gloo", "folder", *others])
+gloo_by_default = pytest.mark.parametrize("transport", ["gloo", pytest.param("folder", marks=full), *others])
 
 
-@both
+@most
 def test_all_receivers_get_every_version_over_one_connection(run_ranks, transport):
     sender, *receivers = run_ranks("three_syncs", transport=transport)
     assert sender.error is None
@@ -27,7 +30,7 @@ def test_the_default_process_group_is_left_alone(run_ranks, tmp_path):
     assert [outcome.value for outcome in outcomes] == [(9.0, True)] * 3
 
 
-@both
+@most
 def test_a_source_that_raises_tells_the_receivers_and_the_next_sync_works(run_ranks, transport):
     sender, *receivers = run_ranks("source_raises_then_recovers", transport=transport)
     assert sender.value == ("RuntimeError: the trainer's export failed", False, True)
@@ -38,7 +41,7 @@ def test_a_source_that_raises_tells_the_receivers_and_the_next_sync_works(run_ra
         assert equal
 
 
-@both
+@most
 def test_a_lost_bucket_is_noticed_and_nobody_hangs(run_ranks, transport):
     sender, *receivers = run_ranks("lost_bucket", deadline_s=30, transport=transport)
     assert all(outcome.seconds < 15 for outcome in (sender, *receivers))
@@ -48,7 +51,7 @@ def test_a_lost_bucket_is_noticed_and_nobody_hangs(run_ranks, transport):
     assert any(isinstance(error, TransferCorrupted) and "was lost" in str(error) for error in errors)
 
 
-@folder_in_full
+@gloo_by_default
 def test_a_lost_end_is_an_error_at_the_deadline_that_names_the_message(run_ranks, transport):
     _, *receivers = run_ranks("lost_end", deadline_s=30, transport=transport)
     for receiver in receivers:
@@ -58,7 +61,7 @@ def test_a_lost_end_is_an_error_at_the_deadline_that_names_the_message(run_ranks
     assert any(isinstance(receiver.error, TransferTimeout) for receiver in receivers)
 
 
-@folder_in_full
+@gloo_by_default
 def test_a_receiver_that_dies_is_an_error_for_the_sender(run_ranks, transport):
     sender, survivor, dead = run_ranks("receiver_dies", deadline_s=30, transport=transport)
     assert dead.exitcode == 3
@@ -67,7 +70,7 @@ def test_a_receiver_that_dies_is_an_error_for_the_sender(run_ranks, transport):
     assert max(sender.seconds, survivor.seconds) < 15
 
 
-@folder_in_full
+@gloo_by_default
 def test_a_sender_that_dies_is_an_error_for_the_receivers(run_ranks, transport):
     dead, *receivers = run_ranks("sender_dies", deadline_s=30, transport=transport)
     assert dead.exitcode == 3
@@ -76,7 +79,14 @@ def test_a_sender_that_dies_is_an_error_for_the_receivers(run_ranks, transport):
         assert receiver.seconds < 15
 
 
-@folder_in_full
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a CUDA device")
+def test_a_transport_of_gpus_says_so_without_one(transport):
+    with pytest.raises(ChannelMisuse, match=f"the transport {transport} needs a CUDA device in this process; use gloo"):
+        make_transport(transport)
+
+
+@gloo_by_default
 @pytest.mark.parametrize("scenario", ["one_never_comes", "sender_is_slow"])
 def test_every_wait_ends_at_the_deadline(run_ranks, scenario, transport):
     outcomes = run_ranks(scenario, deadline_s=30, transport=transport)

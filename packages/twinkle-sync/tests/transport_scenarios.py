@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from twinkle_remote import initialize
 from twinkle_sync import Bucket, Deadline, Message, TransferPlan, WeightReceiver, WeightSender
 
 TRANSPORT = "gloo"
@@ -73,15 +74,16 @@ class Lossy:
 class Rank:
     def __init__(self, rank: int, world_size: int, address: Any, timeout_s: float = 20.0) -> None:
         os.environ["RANK"] = str(max(0, rank - 1))  # of the trainer's group or of the sampler's
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        # A board of Ray is slower to find than a port.
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s * (2 if TRANSPORT == "ray" else 1)
         self.source, self.sink = Source(), Sink()
         if rank == 0:
-            opened = self.source.open_weight_channel(TRANSPORT, timeout_s)
+            opened = self.source.open_weight_channel(TRANSPORT, 20.0)
             for _ in range(world_size - 1):
                 address.put(opened)
             self.address = opened
         else:
-            self.address = address.get(timeout=20)
+            self.address = address.get(timeout=60)
 
     def plan(self, version: int, bucket_size_bytes: int = 512) -> TransferPlan:
         return TransferPlan(
@@ -109,7 +111,7 @@ class Rank:
 def _equal(sink: Sink, version: int) -> bool:
     expected = dict(weights(version))
     return list(sink.weights) == list(expected) and all(
-        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]) for name, tensor in sink.weights.items()
+        tensor.dtype == expected[name].dtype and torch.equal(tensor.cpu(), expected[name]) for name, tensor in sink.weights.items()
     )
 
 
@@ -184,7 +186,7 @@ def receiver_dies(rank: int, world_size: int, address: Any) -> Any:
     me = Rank(rank, world_size, address, timeout_s=5.0)
     me.source.seconds_per_tensor = 0.05
     if rank == world_size - 1:
-        me.sink.die_at = "layers.0.q.weight"
+        me.sink.die_at = "embed.weight"  # more messages than may be ahead of it are still to come
     return me.transfer(1)
 
 
@@ -218,6 +220,11 @@ if __name__ == "gloo_rank":
     torch.set_num_threads(1)
     name, _rank, _world_size, _address, _pipe, _arguments = globals()["CALL"]
     TRANSPORT = _arguments.pop("transport", TRANSPORT)
+    if _cluster := _arguments.pop("cluster", None):
+        os.environ.update(_cluster["environment"])
+        initialize("ray", address=_cluster["address"])
+    if TRANSPORT == "nccl":
+        torch.cuda.set_device(_rank)
     _started = time.monotonic()
     try:
         _outcome: dict[str, Any] = {"value": globals()[name](_rank, _world_size, _address, **_arguments)}

@@ -341,6 +341,11 @@ class MegatronTrainer(TrainerBase):
         self._state(adapter_name)
         return self._engine.adapter(adapter_name).export()
 
+    def iter_merged(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight as by `iter_weights`, with an adapter merged into them. Collective: all ranks iterate to the end."""
+        self._state(adapter_name)
+        return self._engine.merged_weights(adapter_name)
+
     def adapter_config(self, adapter_name: str) -> dict[str, Any]:
         """The content of an adapter's adapter_config.json in peft's format.
 

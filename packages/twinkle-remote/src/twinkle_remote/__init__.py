@@ -1,5 +1,6 @@
 """Run Python classes on Ray workers or in process, with mesh-aware dispatch and collect."""
 
+from twinkle_remote._board import ObjectBoard
 from twinkle_remote._collect import Weighted
 from twinkle_remote._decorators import remote_class, remote_function
 from twinkle_remote._errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "MethodStats",
     "MissingCompressionError",
     "MissingRayError",
+    "ObjectBoard",
     "PlacementTimeoutError",
     "RemoteAttributeError",
     "RemoteCallError",

@@ -1,6 +1,7 @@
 """Verified, versioned weight transfer from trainers to samplers."""
 
 from ._buckets import Bucket, Piece, Unpacker, pack
+from ._cuda import CudaIpcTransport, NcclTransport
 from ._deadline import Deadline
 from ._errors import ChannelMisuse, PeerFailed, ShapesDiffer, SyncError, TensorNotSupported, TransferCorrupted, TransferTimeout, WeightsUnavailable
 from ._files import FolderTransport
@@ -10,6 +11,7 @@ from ._ledger import Ledger, TransferReceipt
 from ._manager import CheckpointEngineManager, SyncReport
 from ._memory import MemoryTransport
 from ._messages import Abort, Begin, End, Message
+from ._objects import RayTransport
 from ._plan import TransferPlan, WorkerInfo
 from ._protocols import WeightSink, WeightSource
 from ._receiver import WeightReceiver
@@ -24,6 +26,7 @@ __all__ = [
     "ChannelMisuse",
     "CheckpointEngineManager",
     "CheckpointFolder",
+    "CudaIpcTransport",
     "Deadline",
     "End",
     "FolderTransport",
@@ -31,8 +34,10 @@ __all__ = [
     "Ledger",
     "MemoryTransport",
     "Message",
+    "NcclTransport",
     "PeerFailed",
     "Piece",
+    "RayTransport",
     "ShapesDiffer",
     "SyncError",
     "SyncReport",

@@ -28,15 +28,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Pieces and the bytes that they lie in (`payload`, uint8 [N], on the CPU)."""
+    """Pieces and the bytes that they lie in (`payload`, uint8 [N]; on the CPU, or on a GPU for transports of those)."""
 
     pieces: tuple[Piece, ...]
     payload: torch.Tensor
 
 
 class _OpenBucket:
-    def __init__(self, capacity: int) -> None:
-        self.payload = torch.empty(capacity, dtype=torch.uint8)
+    def __init__(self, capacity: int, device: str) -> None:
+        self.payload = torch.empty(capacity, dtype=torch.uint8, device=device)
         self.pieces: list[Piece] = []
         self.used = 0
 
@@ -64,21 +64,23 @@ class _OpenBucket:
         return Bucket(tuple(self.pieces), self.payload[: self.used])
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_size_bytes: int, ledger: Ledger, *, verify: bool = True) -> Iterator[Bucket]:
-    """Copy named tensors (any device, any dtype) into buckets of at most `bucket_size_bytes`, and enter them in `ledger`.
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_size_bytes: int, ledger: Ledger, *, verify: bool = True, device: str = "cpu"
+) -> Iterator[Bucket]:
+    """Copy named tensors (any device, any dtype) into buckets of at most `bucket_size_bytes` on `device`, and enter them in `ledger`.
 
     A tensor that fits a bucket lies whole in one; a larger one fills as many as it needs. Every bucket owns its memory: the
     receiver may keep views of it.
     """
     if bucket_size_bytes < _ALIGNMENT:
         raise ChannelMisuse(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {_ALIGNMENT}")
-    bucket = _OpenBucket(bucket_size_bytes)
+    bucket = _OpenBucket(bucket_size_bytes, device)
     for name, tensor in tensors:
         spec = TensorSpec.of(name, tensor)
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if bucket.pieces and data.numel() > bucket.room and (data.numel() <= bucket_size_bytes or bucket.room <= 0):
             yield bucket.close()
-            bucket = _OpenBucket(bucket_size_bytes)
+            bucket = _OpenBucket(bucket_size_bytes, device)
         offset, crc = 0, 0
         while True:
             taken = min(data.numel() - offset, bucket.room)
@@ -87,7 +89,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_size_bytes: int, le
             if offset == data.numel():
                 break
             yield bucket.close()
-            bucket = _OpenBucket(bucket_size_bytes)
+            bucket = _OpenBucket(bucket_size_bytes, device)
         ledger.add(spec, crc)
     if bucket.pieces:
         yield bucket.close()
@@ -131,7 +133,7 @@ class Unpacker:
             self._ledger.add(spec, crc)
             return spec.name, _as_tensor(data, spec)
         if self._spec is None:
-            self._spec, self._partial = spec, torch.empty(spec.size_bytes, dtype=torch.uint8)
+            self._spec, self._partial = spec, torch.empty(spec.size_bytes, dtype=torch.uint8, device=payload.device)
         self._partial[self._filled : self._filled + data.numel()].copy_(data)
         self._filled += data.numel()
         self._crc = crc

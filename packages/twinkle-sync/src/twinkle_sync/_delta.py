@@ -66,7 +66,8 @@ class Kept:
         self.version = 0
         waiting = iter(list(self.tensors))
         index = torch.empty(0, dtype=torch.int64)
-        for part, tensor in parts:
+        for part, received in parts:
+            tensor = received.to("cpu")
             name, mark, kind = part.partition("\0")
             if mark and kind == _INDEX[1:]:
                 index = tensor.long()

@@ -27,6 +27,8 @@ class GlooTransport:
     JSON and its bytes; the sequence number tells a lost message from a late one.
     """
 
+    device = "cpu"  # where payloads lie
+
     def __init__(self) -> None:
         self._store: Any = None
         self._group: Any = None
@@ -40,7 +42,7 @@ class GlooTransport:
             port.port,
             is_master=True,
             wait_for_workers=False,
-            timeout=_left(deadline, "the meeting point of the weight transfer"),
+            timeout=self._left(deadline, "the meeting point of the weight transfer"),
             master_listen_fd=port.listen_fd,
         )
         return f"{port.host}:{port.port}"
@@ -51,13 +53,9 @@ class GlooTransport:
         host, _, port = address.rpartition(":")
         try:
             if self._store is None:
-                self._store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=_left(deadline, what))
-            self._store.set_timeout(_left(deadline, what))
-            options = dist.ProcessGroupGloo._Options()
-            # Not gloo's default, which resolves the host name: in containers that often is an address that peers cannot reach.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, int(port)))]
-            options._timeout = _left(deadline, what)
-            self._group = dist.ProcessGroupGloo(self._store, rank, world_size, options)
+                self._store = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=self._left(deadline, what))
+            self._store.set_timeout(self._left(deadline, what))
+            self._group = self._make_group(rank, world_size, address, deadline, what)
         except RuntimeError as error:
             if isinstance(error, SyncError):
                 raise
@@ -91,6 +89,17 @@ class GlooTransport:
         self._group = None
         self._store = None
 
+    def _make_group(self, rank: int, world_size: int, address: str, deadline: Deadline, what: str) -> Any:
+        host, _, port = address.rpartition(":")
+        options = dist.ProcessGroupGloo._Options()
+        # Not gloo's default, which resolves the host name: in containers that often is an address that peers cannot reach.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, int(port)))]
+        options._timeout = self._left(deadline, what)
+        return dist.ProcessGroupGloo(self._store, rank, world_size, options)
+
+    def _run_broadcast(self, data: torch.Tensor, options: Any, what: str, deadline: Deadline) -> None:
+        self._group.broadcast([data], options).wait()
+
     def _receive_message(self, deadline: Deadline) -> Message:
         what = f"message {self._sequence} of the weight transfer from the trainer"
         header = torch.zeros(5, dtype=torch.int64)
@@ -100,7 +109,7 @@ class GlooTransport:
             self.close()
             raise TransferCorrupted(f"{what}: these bytes are no message header; sender and receiver are out of step")
         text = torch.empty(json_bytes, dtype=torch.uint8)
-        payload = torch.empty(payload_bytes, dtype=torch.uint8)
+        payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self.device)
         self._broadcast(text, what, deadline)
         if payload_bytes:
             self._broadcast(payload, what, deadline)
@@ -115,11 +124,17 @@ class GlooTransport:
             raise ChannelMisuse("this gloo transport is not connected, or it failed before")
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = _left(deadline, what)
+        options.timeout = self._left(deadline, what)
         try:
-            self._group.broadcast([data], options).wait()
+            self._run_broadcast(data, options, what, deadline)
+        except SyncError:
+            self.close()
+            raise
         except RuntimeError as error:
             raise self._failure(error, what, deadline) from error
+
+    def _left(self, deadline: Deadline, what: str) -> timedelta:
+        return timedelta(seconds=max(deadline.remaining_s(what), 0.001))  # gloo counts in milliseconds; 0 would mean for ever
 
     def _failure(self, error: RuntimeError, what: str, deadline: Deadline) -> SyncError:
         """After any error the group cannot be used again: gloo's pairs are broken. Closing it also wakes the peers."""
@@ -128,10 +143,6 @@ class GlooTransport:
         if "imed out" in text or "timeout" in text.lower():
             return deadline.expired(f"{what} ({text})")
         return PeerFailed(f"the connection broke while this process waited for {what}: {text}")
-
-
-def _left(deadline: Deadline, what: str) -> timedelta:
-    return timedelta(seconds=max(deadline.remaining_s(what), 0.001))  # gloo counts in milliseconds; 0 would mean for ever
 
 
 def _own_address(host: str, port: int) -> str:

@@ -42,8 +42,8 @@ class CheckpointEngineManager:
         bucket_size_bytes: how much is in flight at a time; also about what a receiver needs beside its weights.
         timeout_s: for one synchronisation. Nothing waits longer.
         verify: compute and compare checksums of all bytes (about 0.3 s for each GiB). Names, order, counts and versions are always compared.
-        transport: `memory`, `gloo`, `folder`, or another name that `make_transport` knows. By default `memory` when both live in one process,
-            else `gloo`.
+        transport: `memory`, `gloo`, `folder`, `ray` (its object store), or another name that `make_transport` knows. By default `memory` when both
+            live in one process, else `gloo`.
         dtype: what floating point tensors are sent as ('bfloat16', say); 'same' refuses (ShapesDiffer) tensors whose dtype the sampler would have to
             convert. By default they are sent as they are, and the sampler converts them to its own.
         first_version: of the first synchronisation. A run that is resumed counts on from where it was: the saved `version` + 1.
@@ -98,34 +98,35 @@ class CheckpointEngineManager:
         """True before the first synchronisation and after one that failed: the sampler then has other weights than the trainer had, or none."""
         return self._is_stale
 
-    def sync_weights(self, mode: SyncMode = "full", *, adapter_name: str = "") -> SyncReport:
+    def sync_weights(self, mode: SyncMode = "full", *, adapter_name: str = "", merge: bool = False) -> SyncReport:
         """Make the sampler's weights equal to the trainer's, and verify it.
 
         Args:
             mode: 'full' sends all weights. 'delta' sends what has changed since the last 'delta', exactly; both sides keep a copy of the weights
-                on the CPU for
-                that, and the first one, one after a failure and tensors that have changed in most places are sent whole. 'lora' sends the adapter
-                `adapter_name` and leaves all other weights.
+                on the CPU for that, and the first one, one after a failure and tensors that have changed in most places are sent whole. 'lora'
+                sends the adapter `adapter_name` and leaves all other weights.
+            merge: 'full' and 'delta' send the weights with the adapter `adapter_name` merged into them, for samplers without adapters.
 
         Raises within `timeout_s` (plus some seconds of grace) what went wrong on either side first: TransferTimeout, PeerFailed,
         TransferCorrupted, ShapesDiffer, the source's or the loader's own exception, or the runtime's error for a dead worker. A sampler whose
         weights are half-loaded then refuses to sample until a later call succeeds.
         """
-        if mode not in ("full", "delta", "lora") or (mode == "lora") != bool(adapter_name):
+        if mode not in ("full", "delta", "lora") or (mode == "lora" and merge) or (mode == "lora" or merge) != bool(adapter_name):
             raise ChannelMisuse(
-                f"sync_weights(mode={mode!r}, adapter_name={adapter_name!r}): modes are 'full', 'delta', and 'lora' with an adapter's name"
+                f"sync_weights(mode={mode!r}, adapter_name={adapter_name!r}, merge={merge}): modes are 'full' and 'delta', of an adapter only with "
+                "merge=True and its name, and 'lora' with an adapter's name"
             )
         with self._lock:
-            return self._sync(mode, adapter_name)
+            return self._sync(mode, adapter_name, merge)
 
-    def _sync(self, mode: SyncMode, adapter_name: str) -> SyncReport:
+    def _sync(self, mode: SyncMode, adapter_name: str, merge: bool) -> SyncReport:
         started = time.monotonic()
         self._attempts += 1
         self._is_stale = self._is_stale or mode != "lora"
         try:
             if self._channel is None:
                 self._channel = self._open_channel()
-            plan = self._plan(self._channel, mode, adapter_name)
+            plan = self._plan(self._channel, mode, adapter_name, merge)
             receipt = self._transfer(self._channel, plan)
         except BaseException:
             self._channel = None
@@ -154,7 +155,7 @@ class CheckpointEngineManager:
         sizes = tuple(map(len, by_sampler))
         return _Channel(transport, address, sizes, {worker.process for worker in senders} == {here}, transport == "memory")
 
-    def _plan(self, channel: "_Channel", mode: SyncMode, adapter_name: str) -> TransferPlan:
+    def _plan(self, channel: "_Channel", mode: SyncMode, adapter_name: str, merge: bool) -> TransferPlan:
         base = 0
         if mode == "delta":
             versions = {self._model.kept_version_sent()}.union(*(_as_list(sampler.kept_version_received()) for sampler in self._samplers))
@@ -171,7 +172,8 @@ class CheckpointEngineManager:
             keep=mode == "delta",
             base_version=base,
             adapter_name=adapter_name,
-            adapter_config=self._model.sent_adapter_config(adapter_name) if adapter_name else "",
+            adapter_config=self._model.sent_adapter_config(adapter_name) if mode == "lora" else "",
+            merge=merge,
         )
 
     def _transfer(self, channel: "_Channel", plan: TransferPlan) -> TransferReceipt:

@@ -47,13 +47,14 @@ def outgoing(
     version: int,
     bucket_size_bytes: int,
     verify: bool,
+    device: str = "cpu",
     specs: Callable[[], tuple[TensorSpec, ...] | None] = lambda: None,
 ) -> Iterator[Message]:
     """The messages of one transfer. An exception of the source is told to the receivers (Abort), then raised here. specs: of all tensors."""
     ledger = Ledger()
     try:
         yield Begin(version, specs())
-        yield from pack(tensors, bucket_size_bytes, ledger, verify=verify)
+        yield from pack(tensors, bucket_size_bytes, ledger, verify=verify, device=device)
     except Exception as error:
         yield Abort(f"{type(error).__name__}: {error}")
         raise

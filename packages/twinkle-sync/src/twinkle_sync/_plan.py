@@ -15,10 +15,9 @@ class TransferPlan:
     """Everything that the two sides of one transfer must agree on.
 
     first_receiver: number of a component's rank 0 among all receivers, from 1 on (the sender is 0). dtype: what floating point tensors are sent
-        as; 'same':
-    the receiver refuses others than its own; None: as they are. keep: both sides keep what was sent, so that a later transfer may be a delta
-    to it. base_version: what a delta is relative to; 0: everything is sent. adapter_name, adapter_config: of an adapter (peft's JSON) that is
-    sent in place of the weights.
+    as; 'same': the receiver refuses others than its own; None: as they are. keep: both sides keep what was sent, so that a later transfer may be
+    a delta to it. base_version: what a delta is relative to; 0: everything is sent. adapter_name, adapter_config: of an adapter (peft's JSON)
+    that is sent in place of the weights. merge: the weights are sent with that adapter merged into them.
     """
 
     transport: str
@@ -34,6 +33,12 @@ class TransferPlan:
     base_version: int = 0
     adapter_name: str = ""
     adapter_config: str = ""
+    merge: bool = False
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the weights are sent, or an adapter alone."""
+        return self.merge or not self.adapter_name
 
 
 @dataclass(frozen=True, slots=True)

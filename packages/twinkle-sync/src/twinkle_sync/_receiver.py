@@ -84,7 +84,7 @@ class WeightReceiver:
             transport = self._receive_channel(plan, deadline)
             incoming = Incoming(transport.receive(deadline), plan.version, verify=plan.verify)
             specs = incoming.begin()
-            if plan.adapter_name:
+            if not plan.sends_weights:
                 # Complete and verified before the old adapter is touched.
                 adapter = {name: tensor.clone() for name, tensor in incoming}
                 self.load_adapter_weights(plan.adapter_name, json.loads(plan.adapter_config), adapter, plan.version)

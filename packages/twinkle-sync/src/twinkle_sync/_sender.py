@@ -22,7 +22,7 @@ class WeightSender:
 
     Every rank iterates over `iter_weights()`, which may be collective; rank 0 sends what it yields. When sending fails, rank 0 still
     iterates to the end, so that the other ranks do not wait for it in a collective, and raises then. A class with adapters (LoRA) defines
-    `iter_adapter` and `adapter_config`, too.
+    `iter_adapter` and `adapter_config`, too, and `iter_merged` for samplers that take whole weights only.
     """
 
     _send_transport: Transport | None = None
@@ -38,6 +38,10 @@ class WeightSender:
     def iter_adapter(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """As `iter_weights`: the matrices of an adapter, under peft's names (`base_model.model.….lora_A.weight`)."""
         raise NotImplementedError(f"{type(self).__name__} sends no adapters: it does not define iter_adapter()")
+
+    def iter_merged(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `iter_weights`, names and shapes alike, with an adapter added to the weights."""
+        raise NotImplementedError(f"{type(self).__name__} sends no merged weights: it does not define iter_merged()")
 
     def adapter_config(self, adapter_name: str) -> Mapping[str, Any]:
         """The content of peft's adapter_config.json for an adapter."""
@@ -82,7 +86,7 @@ class WeightSender:
         Raises what `iter_weights` raises (the receivers are told), TransferTimeout or PeerFailed.
         """
         if WorkerInfo.here().rank != 0:
-            if not plan.adapter_name:
+            if plan.sends_weights:
                 self._specs()
             for _ in self._source(plan):
                 pass
@@ -98,11 +102,14 @@ class WeightSender:
             raise
 
     def _source(self, plan: TransferPlan) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.iter_adapter(plan.adapter_name) if plan.adapter_name else self.iter_weights()
+        if plan.merge:
+            return self.iter_merged(plan.adapter_name)
+        return self.iter_weights() if plan.sends_weights else self.iter_adapter(plan.adapter_name)
 
     def _messages(self, weights: Iterator[tuple[str, torch.Tensor]], plan: TransferPlan) -> Iterator[Message]:
         sizes: dict[str, Any] = {"version": plan.version, "bucket_size_bytes": plan.bucket_size_bytes, "verify": plan.verify}
-        if plan.adapter_name:
+        sizes["device"] = getattr(self._send_transport, "device", "cpu")
+        if not plan.sends_weights:
             return outgoing(weights, **sizes)
         sent: Iterable[tuple[str, torch.Tensor]] = self._noted(weights)
         if plan.dtype not in (None, "same"):

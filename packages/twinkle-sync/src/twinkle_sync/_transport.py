@@ -11,9 +11,12 @@ from ._messages import Message
 
 _ENTRY_POINTS = "twinkle.transports"
 _BUILT_IN = {
+    "cuda_ipc": "twinkle_sync._cuda:CudaIpcTransport",
     "folder": "twinkle_sync._files:FolderTransport",
     "gloo": "twinkle_sync._gloo:GlooTransport",
     "memory": "twinkle_sync._memory:MemoryTransport",
+    "nccl": "twinkle_sync._cuda:NcclTransport",
+    "ray": "twinkle_sync._objects:RayTransport",
 }
 
 
@@ -21,7 +24,7 @@ class Transport(Protocol):
     """Carries messages from rank 0 to every other rank, in order and without loss, or raises.
 
     An instance lives in each process that takes part and serves many transfers. Every wait ends at the deadline that it is
-    given. After an error an instance is of no more use.
+    given. After an error an instance is of no more use. One that carries buckets on GPUs has an attribute `device` ('cuda:0').
     """
 
     def listen(self, deadline: Deadline) -> str:
@@ -48,8 +51,8 @@ class Transport(Protocol):
 def make_transport(name: str) -> Transport:
     """A new transport.
 
-    `name` is `memory`, `gloo`, `folder`, one that another package registers under the entry point group `twinkle.transports`, or
-    `package.module:Class`. ChannelMisuse when there is none of that name.
+    `name` is `memory`, `gloo`, `folder`, `ray`, `nccl`, `cuda_ipc`, one that another package registers under the entry point group
+    `twinkle.transports`, or `package.module:Class`. ChannelMisuse when there is none of that name.
     """
     path = _BUILT_IN.get(name, name)
     if ":" in path:
