@@ -29,6 +29,26 @@ def main(folder: Path) -> None:
         for sync in (True, True, False, True):
             row, _, _ = loop.step(sync=sync)
             print(json.dumps({"sync": sync, "logprob_gap": row["sampler_logprob_gap"], "ratio_gap": row["sampler_ratio_gap"]}), flush=True)
+        ahead = config.model_copy(update={"async_steps": 1, "old_logprobs": "trainer", "steps": 4, "measure_kl": True})
+        loop = GRPOLoop(ahead, actor=actor, sampler=sampler, weights=weights, template=template, task=task, reference=actor)
+        for step in range(4):
+            row, features, _ = loop.step()
+            versions = {int(version) for feature in features if feature.weight_versions is not None for version in feature.weight_versions}
+            state = loop.state_dict()
+            print(
+                json.dumps(
+                    {
+                        "ahead": step,
+                        "behind": weights.version - max(versions),
+                        "spread": len(versions - {-1}),
+                        "logprob_gap": row["sampler_logprob_gap"],
+                        "ratio_gap": row["ratio_max_deviation"],
+                        "importance": [row["importance_min"], row["importance_mean"], row["importance_max"]],
+                        "next_batch": state["loader"] != loop._loader.state_dict(),
+                    }
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_leaving_out_a_sync_fails_the_checks_that_a_sync_passes(tmp_path):
-    """Negative control of the agreement between sampler and trainer; also the whole loop in local mode."""
+def test_leaving_out_a_sync_fails_the_checks_that_a_sync_passes_and_a_step_ahead_is_weighted_for_it(tmp_path):
+    """Negative control of the agreement between sampler and trainer; also the whole loop in local mode, and one that samples a step ahead."""
     done = run_process([sys.executable, str(Path(__file__).with_name("leave_out_a_sync.py"))], cwd=tmp_path, timeout_s=200)
     assert done.status == 0, done.output[-6000:]
     rows = [json.loads(line) for line in done.output.splitlines() if line.startswith('{"sync"')]
@@ -132,6 +132,16 @@ def test_leaving_out_a_sync_fails_the_checks_that_a_sync_passes(tmp_path):
         else:
             assert row["logprob_gap"] > 1e-4
             assert row["ratio_gap"] > 2e-4
+    first, *ahead, last = [json.loads(line) for line in done.output.splitlines() if line.startswith('{"ahead"')]
+    assert (first["behind"], first["next_batch"], last["next_batch"]) == (0, True, False)
+    assert max(abs(weight - 1) for weight in first["importance"]) <= 2e-4
+    for row in (*ahead, last):
+        assert (row["behind"], row["spread"]) == (1, 1)  # one version older, all of one version
+        assert row["logprob_gap"] > 1e-4
+        assert row["ratio_gap"] <= 2e-4  # of the loss, which begins at the trainer's own
+        smallest, mean, largest = row["importance"]
+        assert smallest < 1 - 1e-4 < 1 + 1e-4 < largest <= 2.0
+        assert abs(mean - 1) < 0.2
 
 
 def test_the_readme_shows_the_example_script_as_it_is():

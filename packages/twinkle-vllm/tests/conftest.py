@@ -23,7 +23,7 @@ ENGINE_ARGS = {"max_model_len": 64, "max_num_seqs": 64, "kv_cache_memory_bytes":
 EOS = 1
 
 
-def save_qwen3(path: Path, *, vocab_size: int, seed: int, tied: bool = True) -> Any:
+def save_qwen3(path: Path, *, vocab_size: int, seed: int, tied: bool = True, heads: int = 2, kv_heads: int = 1) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -32,8 +32,8 @@ def save_qwen3(path: Path, *, vocab_size: int, seed: int, tied: bool = True) -> 
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=tied,

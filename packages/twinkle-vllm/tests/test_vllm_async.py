@@ -229,3 +229,37 @@ class slowly:
 
     def __exit__(self, *exc_info):
         del self.engine.step
+
+
+def test_asleep_nothing_is_served_or_taken_and_awake_only_current_weights_serve(kit, sampler, models, prompts):
+    old, new = models["old"][1], models["new"][1]
+    manager = CheckpointEngineManager(model=Source(kit.tensors_of(new)), sampler=sampler)
+    manager.sync_weights()
+    with slowly(sampler):
+        ids = sampler.submit(prompts[:1], LONG)
+        with pytest.raises(SamplerError, match="1 requests run or wait"):
+            sampler.sleep()
+        sampler.abort(ids)
+        sampler.collect(ids, wait_s=10)
+    for level in (1, 2):
+        sampler.sleep(level)
+        for call in (lambda: sampler.sample(prompts), lambda: sampler.submit(prompts), lambda: sampler.score(prompts), sampler.weight_version):
+            with pytest.raises(WeightsUnavailable, match=r"the sampler sleeps: call wake\(\)"):
+                call()
+        with pytest.raises(WeightsUnavailable, match="it can take no weights"):
+            manager.sync_weights()
+        with pytest.raises(SamplerError, match="sleeps already"):
+            sampler.sleep()
+        sampler.wake()
+        sampler.wake()  # once more does nothing
+        if level == 1:
+            assert sampler.weight_version() == 1
+            for prompt, scores in zip(prompts, sampler.score(prompts), strict=True):
+                np.testing.assert_allclose(scores, kit.hf_logprobs(new, prompt), atol=2e-5)
+    with pytest.raises(WeightsUnavailable, match=r"sleep\(level=2\) has dropped the weights; call sync_weights\(\)"):
+        sampler.sample(prompts)
+    later = CheckpointEngineManager(model=Source(kit.tensors_of(old)), sampler=sampler, first_version=manager.version + 3)
+    later.sync_weights()
+    assert sampler.weight_version() == later.version
+    for prompt, scores in zip(prompts, sampler.score(prompts), strict=True):
+        np.testing.assert_allclose(scores, kit.hf_logprobs(old, prompt), atol=2e-5)

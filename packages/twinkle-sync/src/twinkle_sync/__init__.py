@@ -7,10 +7,11 @@ from ._errors import ChannelMisuse, PeerFailed, ShapesDiffer, SyncError, TensorN
 from ._files import FolderTransport
 from ._folder import CheckpointFolder
 from ._gloo import GlooTransport
+from ._incoming import Incoming
 from ._ledger import Ledger, TransferReceipt
 from ._manager import CheckpointEngineManager, SyncReport
 from ._memory import MemoryTransport
-from ._messages import Abort, Begin, End, Message
+from ._messages import Abort, Begin, End, Message, outgoing
 from ._objects import RayTransport
 from ._plan import TransferPlan, WorkerInfo
 from ._protocols import WeightSink, WeightSource
@@ -31,6 +32,7 @@ __all__ = [
     "End",
     "FolderTransport",
     "GlooTransport",
+    "Incoming",
     "Ledger",
     "MemoryTransport",
     "Message",
@@ -56,5 +58,6 @@ __all__ = [
     "WeightsUnavailable",
     "WorkerInfo",
     "make_transport",
+    "outgoing",
     "pack",
 ]

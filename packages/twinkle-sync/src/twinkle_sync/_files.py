@@ -25,20 +25,24 @@ class FolderTransport(BoardTransport):
 
     Without the variable it is the system's folder for temporary files, which processes of one machine share. A file appears under its name
     once it is complete.
+
+    Args:
+        parent: the folder to make it in, on rank 0, in place of the variable's.
     """
 
-    def __init__(self) -> None:
-        super().__init__(FolderBoard())
+    def __init__(self, parent: str | None = None) -> None:
+        super().__init__(FolderBoard(parent))
 
 
 class FolderBoard:
     """A board of files. The methods are described in `Board`."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: str | None = None) -> None:
+        self._parent = parent
         self._folder = Path()
 
     def open(self, deadline: Deadline) -> str:
-        parent = os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir()
+        parent = self._parent or os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir()
         if not Path(parent).is_dir():
             raise ChannelMisuse(f"{FOLDER_VARIABLE} is {parent!r}, which is no folder: name one that trainers and samplers see")
         self._folder = Path(tempfile.mkdtemp(prefix="twinkle-transfer-", dir=parent))

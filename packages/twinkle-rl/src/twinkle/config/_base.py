@@ -66,7 +66,7 @@ class CommandConfig(BaseSettings):
     @classmethod
     def may_change_on_resume(cls) -> frozenset[str]:
         """Settings that may differ from those of the run that `--resume` goes on with. All others decide what it computes."""
-        return frozenset({"resume", "run_dir", "steps", "save_model", "checkpoint_every", "checkpoint_keep", "actor", "runtime"})
+        return frozenset({"resume", "run_dir", "steps", "save_model", "checkpoint_every", "checkpoint_keep", "actor", "runtime", "tracker"})
 
     @classmethod
     def settings_customise_sources(

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["ray", "local"]
+TrackerName = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 
 
 class Section(BaseModel):

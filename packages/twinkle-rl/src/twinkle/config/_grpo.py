@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from twinkle.config._base import CommandConfig
-from twinkle.config._common import ActorConfig, RuntimeConfig, SamplerConfig, TaskConfig, WarmupConfig
+from twinkle.config._common import ActorConfig, RuntimeConfig, SamplerConfig, TaskConfig, TrackerName, WarmupConfig
 
 
 class GRPOConfig(CommandConfig):
@@ -50,9 +50,16 @@ class GRPOConfig(CommandConfig):
     """Keep the frozen initial policy beside the actor and measure the KL to it at every step."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Whose log-probabilities the PPO ratio starts from; with 'trainer' they are recomputed before the update."""
+    async_steps: int = Field(default=0, ge=0)
+    """Steps that the sampler is ahead: it samples the next batches while the actor trains on an older one, whose tokens are weighted for the
+    difference (0: one after the other, on-policy)."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """With --async-steps: no token counts more than so many times for being likelier now than when it was sampled."""
     advantage: Literal["group", "shuffled", "likelihood"] = "group"
     """'group' is GRPO; the other two are controls that must not learn: advantages shuffled within each group, and
     the policy's own likelihood as the reward."""
+    tracker: TrackerName = "none"
+    """Also send the metrics there; files of trackers are in run_dir/tracker. W&B is offline unless WANDB_MODE says otherwise."""
     eval_every: int = Field(default=40, ge=0)
     """Steps between two evaluations on held-out problems (0: only before and after)."""
     eval_samples: int = Field(default=2, ge=1)
@@ -120,6 +127,10 @@ class GRPOConfig(CommandConfig):
                 f"mode 'local' is one process, but the actor asks for {self.actor.world_size} ranks and the sampler for {self.sampler.dp}; "
                 "use --runtime.mode ray, or leave the sizes at 1"
             )
+        if self.runtime.mode == "local" and self.async_steps:
+            raise ValueError("--async-steps lets two groups work at the same time, and mode 'local' is one process: use --runtime.mode ray")
+        if self.replay is not None and self.async_steps:
+            raise ValueError("--replay samples nothing: leave --async-steps out")
         if self.actor.sequence_parallel and self.actor.tp < 2:
             raise ValueError("actor.sequence_parallel splits activations over the tensor parallel ranks: set --actor.tp 2 or more")
         if self.actor.vpp is not None and self.actor.pp < 2:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from twinkle.config._base import CommandConfig
-from twinkle.config._common import ActorConfig, RuntimeConfig, TaskConfig
+from twinkle.config._common import ActorConfig, RuntimeConfig, TaskConfig, TrackerName
 
 
 class SFTConfig(CommandConfig):
@@ -39,6 +39,8 @@ class SFTConfig(CommandConfig):
     """Adam's epsilon; a large one (1e-3) keeps rounding differences between layouts from being amplified."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
+    tracker: TrackerName = "none"
+    """Also send the metrics there; files of trackers are in run_dir/tracker. W&B is offline unless WANDB_MODE says otherwise."""
     save_model: bool = True
     """Write the trained model as a Hugging Face checkpoint into the run folder."""
     resume: Path | None = None

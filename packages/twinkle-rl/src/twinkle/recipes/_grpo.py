@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from twinkle.config import GRPOConfig
 from twinkle.recipes._evaluate import Evaluation, evaluate
+from twinkle.recipes._rollout_queue import RolloutQueue, importance_weights
 from twinkle.recipes._task import Task
-from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template
+from twinkle_data import DataLoader, InputFeature, SampleResponse, SamplingParams, Template, Trajectory
 from twinkle_remote import gather
 from twinkle_sync import CheckpointEngineManager
 from twinkle_train import GRPOLoss, group_advantages
@@ -85,6 +86,9 @@ class GRPOLoop:
         self._loader = DataLoader(task.training, batch_size=config.prompts_per_step, shuffle=True, seed=config.seed, num_epochs=None)
         self._batches = iter(self._loader)
         self._steps = 0
+        self._params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, num_samples=config.num_samples)
+        self._queue = RolloutQueue(sampler, template, self._params)
+        self._submitted = 0  # rollouts that were begun, with --async-steps
         set_up_actor(actor, config)
 
     @property
@@ -97,7 +101,7 @@ class GRPOLoop:
         version, numbers, gauss = self._shuffle.getstate()
         return {
             "steps": self._steps,
-            "loader": self._loader.state_dict(),
+            "loader": self._queue.loader_state or self._loader.state_dict(),
             "shuffle": [version, list(numbers), gauss],
             "weight_version": self._weights.version,
             "checks": asdict(self.checks),
@@ -105,7 +109,7 @@ class GRPOLoop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called. The manager of the weights must have been made with the state's weight_version + 1."""
-        self._steps = state["steps"]
+        self._steps = self._submitted = state["steps"]
         self._loader.load_state_dict(state["loader"])
         self._batches = iter(self._loader)
         version, numbers, gauss = state["shuffle"]
@@ -113,24 +117,16 @@ class GRPOLoop:
         self.checks = Checks(**state["checks"])
 
     def step(self, *, sync: bool = True) -> tuple[dict[str, Any], list[InputFeature], list[float]]:
-        """One sync, one rollout, one update.
+        """One sync, one rollout, one update. With `async_steps` the rollout was begun so many steps ago.
 
         Args:
-            sync: bring the sampler to the actor's weights first (leave it out to see the checks fail).
+            sync: bring the sampler to the actor's weights first (leave it out to see the checks fail; not with `async_steps`).
 
         Returns:
             the figures of the step, the features it trained on, and their rewards.
         """
         config, clock = self.config, _Clock()
-        if sync:
-            self._weights.sync_weights()
-        clock.lap("sync_s")
-        problems = next(self._batches)
-        prompts = [self._template.encode(problem, add_generation_prompt=True) for problem in problems]
-        params = SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, num_samples=config.num_samples)
-        self._sampler.set_seed(sampling_seed(config.seed, self._steps))
-        responses = [response.raise_for_error() for response in self._sampler.sample(prompts, params)]
-        clock.lap("sample_s")
+        problems, responses = self._sample_ahead(clock) if config.async_steps else self._sample(sync, clock)
         rewards = self._task.reward(problems, responses)
         sampled = [sequence.new_input_feature for response in responses for sequence in response.sequences]
         advantages = self._advantages(rewards, responses)
@@ -150,6 +146,40 @@ class GRPOLoop:
             "tokens_per_s": tokens / clock.total_s(),
         }
         return row, features, rewards
+
+    def _sample(self, sync: bool, clock: _Clock) -> tuple[list[Trajectory], list[SampleResponse]]:
+        if sync:
+            self._weights.sync_weights()
+        clock.lap("sync_s")
+        problems = next(self._batches)
+        prompts = [self._template.encode(problem, add_generation_prompt=True) for problem in problems]
+        self._sampler.set_seed(sampling_seed(self.config.seed, self._steps))
+        responses = [response.raise_for_error() for response in self._sampler.sample(prompts, self._params)]
+        clock.lap("sample_s")
+        return problems, responses
+
+    def _sample_ahead(self, clock: _Clock) -> tuple[list[Trajectory], list[SampleResponse]]:
+        """The oldest rollout that is under way; the sampler goes on with the newest weights while the actor trains on it."""
+        begins = not self._queue  # the first step, and the first one after a resumption
+        if begins:
+            self._weights.sync_weights()
+            self._submit()
+        clock.lap("sync_s")
+        taken = self._queue.take()
+        clock.lap("sample_s")
+        if not begins:
+            self._weights.sync_weights()
+        while len(self._queue) < self.config.async_steps and self._submitted < self.config.steps:
+            self._submit()
+        clock.lap("sync_s")
+        return taken
+
+    def _submit(self) -> None:
+        state = self._loader.state_dict()
+        problems = next(self._batches)
+        self._sampler.set_seed(sampling_seed(self.config.seed, self._submitted))
+        self._queue.submit(problems, state)
+        self._submitted += 1
 
     def evaluate(self) -> Evaluation:
         """Sync, then evaluate on the held-out problems."""
@@ -196,9 +226,16 @@ class GRPOLoop:
             row["kl"] = mean_kl(sampled, policy, anchors[0])
             self.checks.kl_by_step.append(row["kl"])
         reference = anchors[0] if anchors else [None] * len(sampled)
+        counts: list[Any] = [float(advantage) for advantage in advantages]
+        if self.config.async_steps and not from_sampler:
+            # Where the ratio of the loss begins with the sampler's log-probabilities it makes up for the older weights itself.
+            weights = importance_weights(sampled, policy, self.config.importance_cap)
+            counts = [advantage * weight for advantage, weight in zip(counts, weights, strict=True)]
+            tokens = np.concatenate([_completion(feature, weight) for feature, weight in zip(sampled, weights, strict=True)])
+            row |= {"importance_mean": float(tokens.mean()), "importance_max": float(tokens.max()), "importance_min": float(tokens.min())}
         features = [
-            replace(feature, logprobs=feature.logprobs if from_sampler else own, ref_logprobs=anchor, advantages=float(advantage))
-            for feature, own, anchor, advantage in zip(sampled, policy, reference, advantages, strict=True)
+            replace(feature, logprobs=feature.logprobs if from_sampler else own, ref_logprobs=anchor, advantages=count)
+            for feature, own, anchor, count in zip(sampled, policy, reference, counts, strict=True)
         ]
         return features, row
 
@@ -218,6 +255,8 @@ class GRPOLoop:
             checks.ratio_gap_trainer = max(checks.ratio_gap_trainer or 0.0, row["ratio_max_deviation"])
         else:
             row |= {"sampler_logprob_gap": row["logprob_gap"], "sampler_ratio_gap": row["ratio_max_deviation"]}
+        if self.config.async_steps:
+            return  # the sampler had older weights, as it should
         checks.logprob_gap = max(checks.logprob_gap, row["sampler_logprob_gap"])
         checks.ratio_gap_sampler = max(checks.ratio_gap_sampler, row["sampler_ratio_gap"])
 
@@ -266,7 +305,7 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.laps[name] = now - self._last
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
 
     def total_s(self) -> float:

@@ -21,7 +21,7 @@ from twinkle.recipes._rollouts import INITIAL_POLICY, ROLLOUTS_FILE, read_rollou
 from twinkle.recipes._task import Task, make_task
 from twinkle.recipes._training_state import TrainingStates, last_state
 from twinkle.recipes._warmup import WarmupResult, warm_up
-from twinkle.run import PeakMemory, Progress, RunFolder, say, write_curves
+from twinkle.run import METRICS_FILE, Metrics, PeakMemory, Progress, RunFolder, require_tracker, say, write_curves
 from twinkle_data import Template
 from twinkle_data.toy import toy_tokenizer
 from twinkle_sync import CheckpointEngineManager
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
     from twinkle_vllm import vLLMSampler
 
-METRICS_FILE = "metrics.jsonl"
 # Sampled held-out accuracy after the warm-up: outside, the RL figures say nothing (no signal, or no room).
 HONEST_WARMUP = (0.35, 0.60)
 
@@ -75,8 +74,10 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     runtime = RAY if config.runtime.mode == "ray" else ()
     if config.replay is not None:
         require_parts([*TRAINER, *runtime])
+        require_tracker(config.tracker)
         return _replay(config, console, started)
     require_parts([*TRAINER, *SAMPLER, *TASK, *PLOT, *runtime])
+    require_tracker(config.tracker)
     layout = plan_layout(config.runtime, config.actor, config.sampler)
     if config.model is not None:
         check_trainer(existing_checkpoint(config.model), layout)
@@ -132,7 +133,8 @@ def _run(config: GRPOConfig, layout: Layout, model: Path, task: Task, folder: Ru
         loop.load_state_dict(loop_state)
         progress.say(f"going on after step {loop.steps}")
     states = TrainingStates(actor, folder, every=config.checkpoint_every, keep=config.checkpoint_keep, last_step=config.steps)
-    _train(config, loop, folder, progress, record, states)
+    with Metrics(folder, config.tracker, config.model_dump(mode="json")) as metrics:
+        _train(config, loop, folder, metrics, progress, record, states)
     states.finish()
     if config.save_model:
         with folder.writing("checkpoint") as path:
@@ -171,30 +173,32 @@ def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
     return path
 
 
-def _train(config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, progress: Progress, record: _Record, states: TrainingStates) -> None:
+def _train(
+    config: GRPOConfig, loop: GRPOLoop, folder: RunFolder, metrics: Metrics, progress: Progress, record: _Record, states: TrainingStates
+) -> None:
     if not record.evaluations:
-        _evaluate(loop, 0, folder, progress, record)
+        _evaluate(loop, 0, metrics, progress, record)
     warmup = None if record.warmup is None else asdict(record.warmup)
     for step in range(loop.steps + 1, config.steps + 1):
         row, features, rewards = loop.step()
         record.steps.append(row)
-        folder.append_line(METRICS_FILE, {"kind": "step", **row})
+        metrics.write("step", row)
         if config.record:
             folder.append_line(ROLLOUTS_FILE, rollout_record(step, features, rewards))
         progress.step(row)
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            _evaluate(loop, step, folder, progress, record)
+            _evaluate(loop, step, metrics, progress, record)
         states.after(step, lambda: {"loop": loop.state_dict(), "warmup": warmup})
     if config.steps and record.evaluations[-1][0] != config.steps:
-        _evaluate(loop, config.steps, folder, progress, record)
+        _evaluate(loop, config.steps, metrics, progress, record)
 
 
-def _evaluate(loop: GRPOLoop, step: int, folder: RunFolder, progress: Progress, record: _Record) -> None:
+def _evaluate(loop: GRPOLoop, step: int, metrics: Metrics, progress: Progress, record: _Record) -> None:
     start = time.perf_counter()
     result = loop.evaluate()
     record.evaluation_s += time.perf_counter() - start
     record.evaluations.append((step, result))
-    folder.append_line(METRICS_FILE, {"kind": "evaluation", "step": step, "sampled": result.sampled, "greedy": result.greedy})
+    metrics.write("evaluation", {"step": step, "sampled": result.sampled, "greedy": result.greedy})
     progress.say(f"held-out exact match after step {step}: sampled {result.sampled:.3f}, greedy {result.greedy:.3f}")
     progress.say(f"one of them, greedy: {result.example}")
 
@@ -249,14 +253,15 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
     folder.write_json("config.json", resolved(config, folder, layout))
     say(console, draw_layout(layout))
-    with running(config.runtime, layout), Progress(config.steps, console) as progress:
+    metrics = Metrics(folder, config.tracker, config.model_dump(mode="json"))
+    with running(config.runtime, layout), Progress(config.steps, console) as progress, metrics:
         actor = build_trainer(source / INITIAL_POLICY, layout, config.actor, config.seed)
         set_up_actor(actor, config)
         count = 0
         while first is not None and count < config.steps:
             step, features, rewards = first
             row = {"step": step, "reward": sum(rewards) / len(rewards), **train_step(actor, features, config)}
-            folder.append_line(METRICS_FILE, {"kind": "step", **row})
+            metrics.write("step", row)
             progress.say(f"replayed step {step}: loss {row['loss']:.9f}, gradient norm {row['grad_norm']:.9f}")
             count += 1
             first = next(rollouts, None)

@@ -16,14 +16,12 @@ from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
 from twinkle.recipes._training_state import TrainingStates, last_state
 from twinkle.recipes._warmup import set_up_sft, sft_step
-from twinkle.run import Interruption, PeakMemory, RunFolder, say
+from twinkle.run import METRICS_FILE, Interruption, Metrics, PeakMemory, RunFolder, require_tracker, say
 from twinkle_data import DataError, DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
-
-METRICS_FILE = "metrics.jsonl"
 
 
 def run_sft(config: SFTConfig, console: Console) -> Path:
@@ -35,6 +33,7 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     """
     started = time.perf_counter()
     require_parts([*TRAINER, *(RAY if config.runtime.mode == "ray" else ())])
+    require_tracker(config.tracker)
     layout = plan_layout(config.runtime, config.actor)
     if config.model is not None:
         check_trainer(existing_checkpoint(config.model), layout)
@@ -50,7 +49,8 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
     with running(config.runtime, layout), PeakMemory() as memory, Interruption() as interruption:
         template = Template(str(model), max_length=config.max_length)
         actor = build_trainer(model, layout, config.actor, config.seed)
-        losses = _train(config, actor, template, conversations, folder, state, console, interruption)
+        with Metrics(folder, config.tracker, config.model_dump(mode="json")) as metrics:
+            losses = _train(config, actor, template, conversations, folder, metrics, state, console, interruption)
         if config.save_model:
             with folder.writing("checkpoint") as path:
                 actor.save(str(path))
@@ -74,6 +74,7 @@ def _train(
     template: Template,
     conversations: list[Trajectory],
     folder: RunFolder,
+    metrics: Metrics,
     state: Path | None,
     console: Console,
     interruption: Interruption,
@@ -94,7 +95,7 @@ def _train(
         interruption.check()
         sft_step(actor, template, batch, max_grad_norm=config.max_grad_norm, micro_batch_size=config.actor.micro_batch_size)
         row: dict[str, Any] = {"step": step, **dict(actor.calculate_metric())}
-        folder.append_line(METRICS_FILE, {"kind": "step", **row})
+        metrics.write("step", row)
         losses.append(row["loss"])
         if step == 1 or step % 10 == 0 or step == config.steps:
             console.print(f"step {step}/{config.steps}  loss {row['loss']:.4f}  gradient norm {row['grad_norm']:.4f}", highlight=False)
