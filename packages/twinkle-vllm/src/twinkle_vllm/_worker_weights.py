@@ -62,5 +62,7 @@ def _receive(worker: Any, address: str, world_size: int, load: LoadWeights, on_c
         incoming = Incoming(transport.receive(deadline), 0, verify=False)
         incoming.begin()
         load(worker, incoming, on_cpu)
-    finally:
+    except BaseException:
+        # Only then: to the others, who may still read, a worker that leaves is one that failed.
         transport.close()
+        raise
