@@ -9,6 +9,8 @@ import torch
 
 from twinkle_sync import ChannelMisuse, Deadline, FolderTransport, Incoming, PeerFailed, outgoing
 
+from ._errors import EngineFailed
+
 if TYPE_CHECKING:
     from vllm import LLM
 
@@ -31,9 +33,11 @@ def load_in_workers(engine: "LLM", tensors: Iterable[tuple[str, torch.Tensor]], 
 
     def run_workers() -> None:
         try:
-            engine.collective_rpc(_receive, args=(address, num_workers + 1, load, on_cpu))
+            told = engine.collective_rpc(_receive, args=(address, num_workers + 1, load, on_cpu))
+            failures.extend(EngineFailed(f"a worker of the engine failed: {text}") for text in told if text is not None)
         except Exception as error:  # told to the thread that called
             failures.append(error)
+        if failures:
             transport.close()  # which may wait for the workers
 
     thread = threading.Thread(target=run_workers, name="twinkle-vllm-weights", daemon=True)
@@ -41,7 +45,9 @@ def load_in_workers(engine: "LLM", tensors: Iterable[tuple[str, torch.Tensor]], 
     try:
         transport.connect(address, 0, num_workers + 1, deadline)
         transport.send(outgoing(tensors, version=0, bucket_size_bytes=_BUCKET_BYTES, verify=False), deadline)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            transport.close()  # an interruption, of which the workers have not been told
         thread.join(_TIMEOUT_S)
         if failures and isinstance(error, PeerFailed | ChannelMisuse):  # these only say that the workers have gone
             raise failures[0] from error
@@ -53,8 +59,11 @@ def load_in_workers(engine: "LLM", tensors: Iterable[tuple[str, torch.Tensor]], 
         raise failures[0]
 
 
-def _receive(worker: Any, address: str, world_size: int, load: LoadWeights, on_cpu: bool) -> None:
-    """Runs in each of vLLM's workers."""
+def _receive(worker: Any, address: str, world_size: int, load: LoadWeights, on_cpu: bool) -> str | None:
+    """Runs in each of vLLM's workers; what went wrong.
+
+    Not raised: after one worker's exception vLLM 0.32 does not read the answers of the others, and takes them for those of the next call.
+    """
     deadline = Deadline(_TIMEOUT_S)
     transport = FolderTransport()
     try:
@@ -62,7 +71,8 @@ def _receive(worker: Any, address: str, world_size: int, load: LoadWeights, on_c
         incoming = Incoming(transport.receive(deadline), 0, verify=False)
         incoming.begin()
         load(worker, incoming, on_cpu)
-    except BaseException:
+    except Exception as error:
         # Only then: to the others, who may still read, a worker that leaves is one that failed.
         transport.close()
-        raise
+        return f"{type(error).__name__}: {error}"
+    return None
