@@ -250,6 +250,9 @@ def resume_on_rank(path: Path, layout: dict[str, Any], rows: list[Any], target: 
             assert again == result[0]
             restored = trainer.export_weights(adapter_name="b")
             assert os.environ["RANK"] != "0" or not _same(restored, other)
+            # And under another name than it was saved under.
+            assert trainer.resume_from_checkpoint(target / "own", adapter_name="b", saved_as="a") == {"rows": 2}
+            assert _steps(trainer, rows, "b", 2) == result[0]
         return result
 
 

@@ -245,9 +245,9 @@ class MegatronTrainer(TrainerBase):
     def wait_for_checkpoint(self) -> None:
         self._checkpoints.wait()
 
-    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None, saved_as: str | None = None) -> dict[str, Any]:
         self._checkpoints.wait()
-        return super().resume_from_checkpoint(path, adapter_name=adapter_name)
+        return super().resume_from_checkpoint(path, adapter_name=adapter_name, saved_as=saved_as)
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
@@ -256,11 +256,11 @@ class MegatronTrainer(TrainerBase):
         steps = {name: each.step for name, each in info.adapters.items()}
         for name, step in steps.items():
             self._engine.trainable(name).make_optimizer_states(step)
-        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps), error_type=CheckpointError)
+        read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps), renamed=info.renamed, error_type=CheckpointError)
         for name in steps:
             self._engine.trainable(name).pieces_filled()
             if (scale := self._engine.trainable(name).loss_scale) is not None:
-                scale.load(info.engine["loss_scales"][name])
+                scale.load(info.engine["loss_scales"][info.renamed.get(name, name)])
         if steps.keys() != read_checkpoint(path).adapters.keys():
             return  # one adapter among others: dropout of the others must not jump back
         if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:

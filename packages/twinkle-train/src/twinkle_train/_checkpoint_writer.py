@@ -182,15 +182,24 @@ def generators_path(folder: Path, rank: int) -> Path:
     return folder / f"generators-{rank}.pt"
 
 
-def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = None, *, error_type: type[CheckpointError] = CheckpointError) -> None:
+def read_checkpoint_pieces(
+    path: Path,
+    pieces: Sequence[Piece],
+    group: Any = None,
+    *,
+    renamed: Mapping[str, str] | None = None,
+    error_type: type[CheckpointError] = CheckpointError,
+) -> None:
     """Fills the pieces from a checkpoint. Collective, so that no rank goes on alone.
+
+    renamed: `CheckpointInfo.renamed`. Keys of an adapter's pieces have `adapters.NAME.` in them.
 
     Raises:
         CheckpointError: it does not fit, or cannot be read; on every rank, as `error_type`.
     """
     failure: str | None = None
     try:
-        read_pieces(path, pieces)
+        read_pieces(path, [_as_written(piece, renamed or {}) for piece in pieces])
     except CheckpointError as error:
         failure = str(error)
     except (OSError, RuntimeError, KeyError, EOFError) as error:
@@ -198,6 +207,14 @@ def read_checkpoint_pieces(path: Path, pieces: Sequence[Piece], group: Any = Non
     failure = _any_failure(failure, group)
     if failure is not None:
         raise error_type(failure)
+
+
+def _as_written(piece: Piece, renamed: Mapping[str, str]) -> Piece:
+    for here, written in renamed.items():
+        before, found, after = piece.key.partition(f"adapters.{here}.")
+        if found and (not before or before.endswith(".")):  # an optimizer's states have their own name before it
+            return replace(piece, key=f"{before}adapters.{written}.{after}")
+    return piece
 
 
 def check_same_trainer(path: Path, info: CheckpointInfo, entries: Mapping[str, Any], *, error_type: type[CheckpointError] = CheckpointError) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,14 @@ class CheckpointInfo:
 
     step: optimizer steps of the base model, or of the one adapter that was written.
     adapters: by name. user_state: what the caller of save_checkpoint gave. engine: the engine's own entries.
+    renamed: adapters that are read under another name than they were written under: that name, by the one here. Of a reading, not in the file.
     """
 
     step: int
     adapters: Mapping[str, AdapterProgress]
     user_state: Mapping[str, Any]
     engine: Mapping[str, Any]
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def to_json(self) -> str:
         """As text.
@@ -57,6 +59,7 @@ class CheckpointInfo:
         Raises ConfigError when user_state is not plain JSON.
         """
         content = {"format": _FORMAT, **asdict(self), "adapters": {name: asdict(each) for name, each in self.adapters.items()}}
+        del content["renamed"]
         try:
             text = json.dumps(content, indent=2)
         except (TypeError, ValueError) as error:

@@ -257,14 +257,14 @@ class TrainModel(ABC):
         """Returns when the checkpoint that is written in the background is whole. All ranks call it; raises CheckpointError when that failed."""
 
     @abstractmethod
-    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None, saved_as: str | None = None) -> dict[str, Any]:
         """Goes on where `save_checkpoint` was called, in this layout or another; returns its user_state.
 
         Optimizer and schedule are set as they were; set_loss is still the caller's. Gradients are dropped. Generators are restored where the layout
         is the same. In the same layout everything that follows is bit-identical; in another, equal to rounding.
 
         adapter_name: take only this adapter from the checkpoint and leave all else (generators, too); None takes all that is in it. Adapters must
-        have been added as they were.
+        have been added as they were. saved_as: the adapter's name when it was saved, where it is another.
 
         Raises CheckpointError for a folder that is no whole checkpoint, or is one of another model, precision or adapter.
         """

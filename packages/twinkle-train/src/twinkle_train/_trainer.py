@@ -414,14 +414,18 @@ class TrainerBase(TrainModel):
     def wait_for_checkpoint(self) -> None:
         pass  # an engine that writes in the background overrides it
 
-    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None, saved_as: str | None = None) -> dict[str, Any]:
         folder = Path(os.path.abspath(path))
         info = read_checkpoint(folder)
+        if saved_as is not None and not (adapter_name and saved_as):
+            raise ConfigError("saved_as is for an adapter that is read under another name: name both")
         if adapter_name is not None:
             self._state(adapter_name)
-            if adapter_name not in info.adapters:
-                raise CheckpointError(f"{folder} has no adapter {adapter_name!r}; it has {sorted(info.adapters)} ('' is the base model)")
-            info = replace(info, adapters={adapter_name: info.adapters[adapter_name]})
+            written = adapter_name if saved_as is None else saved_as
+            if written not in info.adapters:
+                raise CheckpointError(f"{folder} has no adapter {written!r}; it has {sorted(info.adapters)} ('' is the base model)")
+            renamed = {} if written == adapter_name else {adapter_name: written}
+            info = replace(info, adapters={adapter_name: info.adapters[written]}, renamed=renamed)
         if unknown := sorted(set(info.adapters) - set(self._states)):
             raise CheckpointError(f"{folder} has adapters {unknown}, this trainer has {sorted(self._states)}: add them first")
         for name, progress in info.adapters.items():

@@ -325,9 +325,9 @@ class TransformersTrainer(TrainerBase):
     def wait_for_checkpoint(self) -> None:
         self._checkpoints.wait()
 
-    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None) -> dict[str, Any]:
+    def resume_from_checkpoint(self, path: str | os.PathLike[str], *, adapter_name: str | None = None, saved_as: str | None = None) -> dict[str, Any]:
         self._checkpoints.wait()
-        return super().resume_from_checkpoint(path, adapter_name=adapter_name)
+        return super().resume_from_checkpoint(path, adapter_name=adapter_name, saved_as=saved_as)
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
@@ -336,7 +336,7 @@ class TransformersTrainer(TrainerBase):
         for name, progress in info.adapters.items():
             if progress.optimizer is not None:
                 self._optimizers[name].make_states(progress.step)
-        read_checkpoint_pieces(path, self._pieces(info), error_type=CheckpointError)
+        read_checkpoint_pieces(path, self._pieces(info), renamed=info.renamed, error_type=CheckpointError)
         if info.adapters.keys() != read_checkpoint(path).adapters.keys():
             return  # one adapter among others: dropout of the others must not jump back
         if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
