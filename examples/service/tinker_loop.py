@@ -28,7 +28,7 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
 
 
 service = tinker.ServiceClient()
-model = str(arguments.model or service.get_server_capabilities().supported_models[0].model_name)
+model = str(arguments.model or tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name)
 trainer = service.create_lora_training_client(base_model=model, rank=arguments.rank).result()
 tokenizer = trainer.get_tokenizer()
 

@@ -79,8 +79,11 @@ def _load_weights(context: Context, body: wire.LoadWeights) -> Reply:
     run, trainer = context.the_run(), context.the_trainer()
     uri = parse_uri(body.path, "tinker")
     checkpoint, source = context.service.checkpoints.find(context.tenant, uri, may_be_public=True)
+    is_new = "set_optimizer" not in run.setup
+    if is_new:  # a state that is loaded takes the place of its own
+        trainer.configure(run, "set_optimizer", _OPTIMIZER)
     context.service.checkpoints.load(trainer, run, checkpoint, source, with_state=body.optimizer)
-    if not body.optimizer:
+    if not (is_new or body.optimizer):
         # Of weights alone: the optimizer begins anew with them.
         trainer.configure(run, "set_optimizer", _OPTIMIZER)
     return _reply(type="load_weights", path=body.path, model_id=run.id)
