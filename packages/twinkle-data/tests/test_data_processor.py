@@ -161,6 +161,9 @@ def test_packed_and_padding_free_batches_give_back_every_field_of_every_sequence
     unshifted = batch.unshift(values)
     assert list(map(len, unshifted)) == list(map(len, given_rows))
     np.testing.assert_array_equal(np.concatenate(unshifted), np.concatenate(batch.unshift_sequences(values)))
+    ids = batch.split_features(batch.input_ids[..., None])
+    assert list(map(len, ids)) == list(map(len, given_rows))
+    np.testing.assert_array_equal(np.concatenate(ids)[:, 0], np.concatenate([row.input_ids for row in rows]))
     padding = ~batch.valid
     assert not batch.loss_mask[padding].any()
     assert not batch.position_ids[padding].any()

@@ -15,6 +15,7 @@ from twinkle_train import (
     split_micro_batches,
     unshift_rows,
 )
+from twinkle_train._micro_batches import split_rows
 
 
 def rows(count: int) -> list[InputFeature]:
@@ -85,6 +86,9 @@ def test_the_loss_sees_shifted_values_and_outputs_come_back_aligned():
     first, second = unshift_rows([batch], [logprobs_BT], 2)
     assert first.tolist() == [0, 0, 1, 2]
     assert second.tolist() == [0, 4]
+    # Values of the tokens themselves are not shifted, and may have axes of their own.
+    (only,) = split_rows([batch], [torch.stack([logprobs_BT, -logprobs_BT], -1)], 1)
+    assert only.tolist() == [[0, 0], [1, -1], [2, -2], [3, -3]]
 
 
 def test_negative_loss_weights_are_refused():

@@ -254,7 +254,7 @@ def divide_experts(model: nn.Module, group: Any, config: ExpertParallelConfig | 
         raise LayoutError(f"ExpertParallelConfig has ep_size={config.ep_size}, the mesh has {ranks}")
     blocks = list(expert_blocks(model))
     if not blocks:
-        raise UnsupportedModelError(f"{type(model).__name__} has no experts to divide: leave ep_size out")
+        raise UnsupportedModelError(f"{type(model).__name__} has no experts to divide: leave ep_size and ExpertParallelConfig out")
     checked: set[type] = set()
     for block in blocks:
         total = _num_experts(experts_of(block))
