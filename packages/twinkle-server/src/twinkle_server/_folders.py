@@ -13,7 +13,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ class Folders:
             raise
         return Written(name, size_bytes, hashlib.sha256(manifest).hexdigest())
 
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A new file to write to, which is gone afterwards."""
+        path = self._unfinished / secrets.token_hex(16)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     def verify(self, name: str, digest: str) -> Path:
         """The folder of that name, every byte of which is as it was written; Failed otherwise."""
         folder = self.path(name)
@@ -109,7 +119,7 @@ class Folders:
             if folder.parent == self._whole:
                 self.remove(folder.name)
             else:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True) if folder.is_dir() else folder.unlink(missing_ok=True)
             gone.append(folder.name)
         return gone
 

@@ -114,10 +114,7 @@ class TrainerBackend:
         return result
 
     def resume(self, run: Run, path: str, saved_as: str) -> dict[str, Any]:
-        """resume_from_checkpoint, of a state that was written of an adapter of that name; returns its user_state.
-
-        Naming the adapter leaves torch's generators alone, which are all tenants'.
-        """
+        """resume_from_checkpoint, of a state that was written of an adapter of that name; returns its user_state."""
         return dict(self.call(run, "resume_from_checkpoint", path=path, saved_as=saved_as))
 
     def configure(self, run: Run, verb: str, arguments: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from ._futures import futures_router
 from ._models import models_router
 from ._processing import processing_router
 from ._samplers import samplers_router
+from ._transfer import transfer_router
 
 if TYPE_CHECKING:
     from .._service import Service
@@ -20,6 +21,7 @@ def include_native(app: FastAPI, service: Service, prefix: str, api: str) -> Non
     """Adds the native routes: control endpoints under `prefix`, verbs under `api`."""
     app.include_router(control_router, prefix=prefix)
     app.include_router(futures_router, prefix=prefix)
+    app.include_router(transfer_router, prefix=prefix)
     route_prefix = service.config.route_prefix
     app.include_router(models_router(service, route_prefix), prefix=api)
     app.include_router(samplers_router(service, route_prefix), prefix=api)
