@@ -227,7 +227,9 @@ def test_errors_of_construction_come_before_the_engine(tmp_path, models):
     for args, message in (
         ({"max_model_length": 8}, "no such engine argument"),
         ({"logprobs_mode": "raw_logprobs"}, "decided by logprobs_at_temperature"),
-        ({"tensor_parallel_size": 2}, "each rank runs one engine"),
+        ({"pipeline_parallel_size": 2}, "an engine is divided by tensor_parallel_size only"),
+        ({"tensor_parallel_size": 4096}, "needs a core for each"),
+        ({"tensor_parallel_size": 2, "enable_lora": True}, "is refused on a CPU"),
     ):
         with pytest.raises(EngineSettingError, match=message):
             vLLMSampler(folder, args)

