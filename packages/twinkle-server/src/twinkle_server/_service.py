@@ -57,8 +57,6 @@ class Service:
         self._io = ThreadPoolExecutor(8, thread_name_prefix="io")
         self._tasks: list[asyncio.Task[None]] = []
         self._runtime: Any = None
-        # In one process models are loaded one after another: transformers patches torch globally while it loads.
-        self._loading = asyncio.Semaphore(1 if config.runtime.mode == "local" else 64)
         for model in config.models:
             if model.trainable:
                 self.trainers[model.name] = trainer = TrainerBackend(model, self.store, self.folders)
@@ -180,8 +178,7 @@ class Service:
         begun = time.monotonic()
         queue = self.calls.queue(name)
         try:
-            async with self._loading:
-                await asyncio.get_running_loop().run_in_executor(queue.pool, start)
+            await asyncio.get_running_loop().run_in_executor(queue.pool, start)
             logger.info("%s is ready after %.1f s", name, time.monotonic() - begun)
         except Exception:  # the service goes on with the others, and /healthz/deep says so
             logger.exception("%s could not be loaded", name)
