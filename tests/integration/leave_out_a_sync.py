@@ -17,7 +17,7 @@ def main(folder: Path) -> None:
     flags = ["--runtime.mode", "local", "--task.size", "2000", "--task.held-out", "20", "--no-measure-kl", "--lr", "1e-3", "--lr-warmup-steps", "0"]
     # A policy that has learned nothing gets no rewards: its own likelihood moves it just as well.
     config = GRPOConfig.load([*flags, "--advantage", "likelihood"])
-    layout = plan_layout(config.runtime, config.actor, config.sampler)
+    layout = plan_layout(config.runtime, config.backend, config.actor, config.sampler)
     task = make_task(config.task, validation=0)
     with initialize("local", groups=list(layout.groups)):
         model = starting_checkpoint(config, task, RunFolder(folder / "run"))

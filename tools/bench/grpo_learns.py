@@ -33,7 +33,7 @@ from twinkle_data.toy import toy_tokenizer
 from twinkle_sync import CheckpointEngineManager
 
 if TYPE_CHECKING:
-    from twinkle_megatron import MegatronModel
+    from twinkle.layout import Trainer
     from twinkle_vllm import vLLMSampler
 
 
@@ -48,7 +48,7 @@ class Bench:
     """The components, started once, and what they work on."""
 
     config: GRPOConfig
-    actor: MegatronModel
+    actor: Trainer
     sampler: vLLMSampler
     weights: CheckpointEngineManager
     template: Template
@@ -136,7 +136,7 @@ def measure(folder: Path, jobs: list[Job], steps: int, lr: float, lanes: int, st
     texts = [problem.user_data[key] for key in ("question", "response") for problem in task.training[:2000]]
     tokenizer = toy_tokenizer(texts)
     models = {seed: write_tiny_qwen3(folder / f"model-{seed}", tokenizer, seed=seed) for seed, _ in jobs}
-    layout = plan_layout(config.runtime, config.actor, config.sampler)
+    layout = plan_layout(config.runtime, config.backend, config.actor, config.sampler)
     runs: list[dict[str, Any]] = []
     with PeakMemory() as memory, running(config.runtime, layout):
         first = models[jobs[0][0]]

@@ -124,11 +124,18 @@ def test_what_is_missing_is_named_with_its_install_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["grpo", "sft"])
-def test_a_command_without_its_engine_ends_before_it_starts_anything(command, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "absent", "message"),
+    [
+        ("megatron", "megatron-core", "megatron-core (training engine) is not installed: pip install 'twinkle-rl[megatron]'"),
+        ("transformers", "twinkle-transformers", "twinkle-transformers (TransformersModel) is not installed: pip install 'twinkle-rl[transformers]'"),
+    ],
+)
+def test_a_command_without_its_engine_ends_before_it_starts_anything(command, backend, absent, message, monkeypatch, capsys, tmp_path):
     import twinkle.installed as installed
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(installed, "installed_version", lambda part: None if part.distribution == "megatron-core" else "1.0")
-    assert main([command]) == 1
-    assert "megatron-core (training engine) is not installed: pip install 'twinkle-rl[megatron]'" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(installed, "installed_version", lambda part: None if part.distribution == absent else "1.0")
+    assert main([command, "--backend", backend]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from twinkle._errors import MissingExtraError
+from twinkle.config._common import Backend
 from twinkle.layout import cuda_device_count
 
 
@@ -43,14 +44,17 @@ PARTS = (
     Part("matplotlib", "matplotlib", "the curves of a run", "pip install 'twinkle-rl[plot]'"),
 )
 
-TRAINER = ("twinkle-megatron", "megatron-core", "transformers")
+TRAINERS: dict[Backend, tuple[str, ...]] = {
+    "megatron": ("twinkle-megatron", "megatron-core", "transformers"),
+    "transformers": ("twinkle-transformers", "transformers"),
+}
 SAMPLER = ("twinkle-vllm", "vllm")
 TASK = ("reasoning-gym",)
 RAY = ("ray",)
 PLOT = ("matplotlib",)
 
 
-def missing_parts(distributions: Iterable[str] = (*TRAINER, *SAMPLER, *TASK, *RAY, *PLOT)) -> list[Part]:
+def missing_parts(distributions: Iterable[str] = (*TRAINERS["megatron"], *SAMPLER, *TASK, *RAY, *PLOT)) -> list[Part]:
     """Which of these are not installed; by default what `twinkle grpo` needs. For "vllm" either build counts."""
     return [_part(name) for name in distributions if not _is_there(name)]
 

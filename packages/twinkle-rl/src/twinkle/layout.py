@@ -9,17 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from twinkle._errors import ConfigError
 from twinkle.config import ActorConfig, GRPOConfig, RuntimeConfig, SamplerConfig, SFTConfig
+from twinkle.config._common import Backend
 from twinkle.run import RunFolder
 from twinkle_mesh import DeviceGroup, DeviceMesh, draw_topology
 from twinkle_remote import initialize
 
 if TYPE_CHECKING:
     from twinkle_megatron import MegatronModel
+    from twinkle_transformers import TransformersModel
     from twinkle_vllm import vLLMSampler
+
+    Trainer: TypeAlias = MegatronModel | TransformersModel
 
 ACTOR, SAMPLER = "actor", "sampler"
 
@@ -29,6 +33,7 @@ class Layout:
     """Device groups and meshes of a run, before anything is started."""
 
     groups: tuple[DeviceGroup, ...]
+    backend: Backend
     actor_mesh: DeviceMesh
     sampler_mesh: DeviceMesh | None = None
 
@@ -54,7 +59,7 @@ def resolve_device(runtime: RuntimeConfig) -> str:
     return runtime.device
 
 
-def plan_layout(runtime: RuntimeConfig, actor: ActorConfig, sampler: SamplerConfig | None = None) -> Layout:
+def plan_layout(runtime: RuntimeConfig, backend: Backend, actor: ActorConfig, sampler: SamplerConfig | None = None) -> Layout:
     """Give the actor and the sampler their own device group and mesh. On GPUs the sampler's devices follow the actor's."""
     device = resolve_device(runtime)
     sizes = {ACTOR: actor.world_size} | ({SAMPLER: sampler.dp} if sampler else {})
@@ -66,6 +71,8 @@ def plan_layout(runtime: RuntimeConfig, actor: ActorConfig, sampler: SamplerConf
         first += count
     actor_mesh = DeviceMesh.from_sizes(
         dp_size=actor.dp,
+        fsdp_size=actor.fsdp,
+        ulysses_size=actor.ulysses,
         tp_size=actor.tp,
         pp_size=actor.pp,
         vpp_size=actor.vpp,
@@ -73,12 +80,14 @@ def plan_layout(runtime: RuntimeConfig, actor: ActorConfig, sampler: SamplerConf
         device_type=device,
     )
     sampler_mesh = DeviceMesh.from_sizes(dp_size=sampler.dp, device_type=device) if sampler else None
-    return Layout(groups=tuple(groups), actor_mesh=actor_mesh, sampler_mesh=sampler_mesh)
+    return Layout(groups=tuple(groups), backend=backend, actor_mesh=actor_mesh, sampler_mesh=sampler_mesh)
 
 
 def draw_layout(layout: Layout, *, format: Literal["text", "svg"] = "text") -> str:
     """A drawing of the groups, their components and the data's way, as plain text or as an SVG file."""
-    components: list[tuple[str, str, DeviceMesh | None]] = [("MegatronModel", ACTOR, layout.actor_mesh)]
+    components: list[tuple[str, str, DeviceMesh | None]] = [
+        ("MegatronModel" if layout.backend == "megatron" else "TransformersModel", ACTOR, layout.actor_mesh)
+    ]
     if layout.sampler_mesh is not None:
         components.insert(0, ("vLLMSampler", SAMPLER, layout.sampler_mesh))
     return draw_topology(list(layout.groups), components, format=format)
@@ -93,23 +102,24 @@ def resolved(config: GRPOConfig | SFTConfig, folder: RunFolder, layout: Layout) 
 
 
 def check_trainer(model: Path, layout: Layout) -> None:
-    """Refuse a model that the actor's mesh cannot hold before anything is started; raises LayoutError or UnsupportedModelError."""
+    """Refuse a model that the actor's mesh cannot hold before anything is started; raises LayoutError or UnsupportedModelError.
+
+    TransformersModel takes any that transformers knows, and says itself what else it cannot do.
+    """
+    if layout.backend == "transformers":
+        return
     from twinkle_megatron import check_layout
 
     check_layout(model, layout.actor_mesh)
 
 
-def build_trainer(model: Path, layout: Layout, config: ActorConfig, seed: int) -> MegatronModel:
-    """A MegatronModel in the actor group."""
-    from twinkle.model import MegatronModel
-
-    return MegatronModel(
-        str(model),
-        device_mesh=layout.actor_mesh,
-        mixed_precision=config.mixed_precision,
-        remote_group=ACTOR,
-        seed=seed,
-    )
+def build_trainer(model: Path, layout: Layout, config: ActorConfig, seed: int) -> Trainer:
+    """The trainer of the layout's backend, in the actor group."""
+    if layout.backend == "transformers":
+        from twinkle.model import TransformersModel as Model
+    else:
+        from twinkle.model import MegatronModel as Model
+    return Model(str(model), device_mesh=layout.actor_mesh, mixed_precision=config.mixed_precision, remote_group=ACTOR, seed=seed)
 
 
 def build_sampler(model: Path, layout: Layout, config: GRPOConfig) -> vLLMSampler:

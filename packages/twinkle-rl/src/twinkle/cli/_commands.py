@@ -22,6 +22,7 @@ _BASE_ERRORS = {
     "twinkle_train": "TrainError",
     "twinkle_sync": "SyncError",
     "twinkle_megatron": "MegatronError",
+    "twinkle_transformers": "TransformersError",
     "twinkle_vllm": "SamplerError",
 }
 
@@ -65,7 +66,7 @@ def _topology(options: Sequence[str], console: Console) -> int:
     config = TopologyConfig.load(options, prog="twinkle topology")
     from twinkle.layout import draw_layout, plan_layout
 
-    layout = plan_layout(config.runtime, config.actor, config.sampler)
+    layout = plan_layout(config.runtime, config.backend, config.actor, config.sampler)
     if config.svg is None:
         say(console, draw_layout(layout))
         return 0

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Mode = Literal["ray", "local"]
+Backend = Literal["megatron", "transformers"]
 TrackerName = Literal["none", "tensorboard", "wandb", "swanlab", "trackio"]
 
 
@@ -18,18 +19,22 @@ class Section(BaseModel):
 
 
 class ActorConfig(Section):
-    """The trainer group: how MegatronModel is laid out over its ranks."""
+    """The trainer group: how the model is laid out over its ranks."""
 
     dp: int = Field(default=1, ge=1)
     """Data parallel size."""
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel size."""
+    """Tensor parallel size; backend megatron."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size."""
+    """Pipeline parallel size; backend megatron."""
     vpp: int | None = Field(default=None, ge=2)
-    """Virtual pipeline stages per rank (interleaved schedule); needs pp of at least 2."""
+    """Virtual pipeline stages per rank (interleaved schedule); needs pp of at least 2; backend megatron."""
     sequence_parallel: bool = False
-    """Megatron-style sequence parallel; needs tp of at least 2."""
+    """Megatron-style sequence parallel; needs tp of at least 2; backend megatron."""
+    fsdp: int = Field(default=1, ge=1)
+    """Ranks that share the weights and have data of their own (FSDP2); backend transformers."""
+    ulysses: int = Field(default=1, ge=1)
+    """Ranks that share each sequence (Ulysses sequence parallel); backend transformers."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Number format of the computation: 'no' is fp32."""
     micro_batch_size: int | None = Field(default=None, ge=1)
@@ -38,7 +43,29 @@ class ActorConfig(Section):
     @property
     def world_size(self) -> int:
         """Number of trainer processes."""
-        return self.dp * self.tp * self.pp
+        return self.data_size * self.tp * self.pp * self.ulysses
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks with data of their own."""
+        return self.dp * self.fsdp
+
+    def check(self, backend: Backend) -> None:
+        """ValueError for sizes that do not go together, or that the backend does not have."""
+        if backend == "megatron":
+            if self.fsdp > 1 or self.ulysses > 1:
+                raise ValueError(
+                    "actor.fsdp and actor.ulysses are layouts of --backend transformers; megatron has --actor.dp, --actor.tp and --actor.pp"
+                )
+        elif self.tp > 1 or self.pp > 1 or self.vpp is not None or self.sequence_parallel:
+            raise ValueError(
+                "actor.tp, actor.pp, actor.vpp and actor.sequence_parallel are layouts of --backend megatron; transformers has --actor.dp, "
+                "--actor.fsdp and --actor.ulysses"
+            )
+        if self.sequence_parallel and self.tp < 2:
+            raise ValueError("actor.sequence_parallel splits activations over the tensor parallel ranks: set --actor.tp 2 or more")
+        if self.vpp is not None and self.pp < 2:
+            raise ValueError("actor.vpp interleaves the stages of a pipeline: set --actor.pp 2 or more")
 
 
 class SamplerConfig(Section):

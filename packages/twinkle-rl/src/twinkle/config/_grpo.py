@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from twinkle.config._base import CommandConfig
-from twinkle.config._common import ActorConfig, RuntimeConfig, SamplerConfig, TaskConfig, TrackerName, WarmupConfig
+from twinkle.config._common import ActorConfig, Backend, RuntimeConfig, SamplerConfig, TaskConfig, TrackerName, WarmupConfig
 
 
 class GRPOConfig(CommandConfig):
@@ -79,6 +79,8 @@ class GRPOConfig(CommandConfig):
     """How many training checkpoints are kept; older ones are deleted."""
     task: TaskConfig = TaskConfig()
     """The problems."""
+    backend: Backend = "megatron"
+    """Who trains: 'megatron' (MegatronModel), or 'transformers' (TransformersModel: any causal language model of transformers)."""
     actor: ActorConfig = ActorConfig()
     """The trainer group."""
     sampler: SamplerConfig = SamplerConfig()
@@ -131,19 +133,17 @@ class GRPOConfig(CommandConfig):
             raise ValueError("--async-steps lets two groups work at the same time, and mode 'local' is one process: use --runtime.mode ray")
         if self.replay is not None and self.async_steps:
             raise ValueError("--replay samples nothing: leave --async-steps out")
-        if self.actor.sequence_parallel and self.actor.tp < 2:
-            raise ValueError("actor.sequence_parallel splits activations over the tensor parallel ranks: set --actor.tp 2 or more")
-        if self.actor.vpp is not None and self.actor.pp < 2:
-            raise ValueError("actor.vpp interleaves the stages of a pipeline: set --actor.pp 2 or more")
+        self.actor.check(self.backend)
         if self.warmup.enabled and self.warmup.max_steps < self.warmup.min_steps:
             raise ValueError(
                 f"warmup.max_steps={self.warmup.max_steps} ends the warm-up before its first look at the accuracy, at step {self.warmup.min_steps}: "
                 "raise --warmup.max-steps, lower --warmup.min-steps, or leave the warm-up out with --no-warmup.enabled"
             )
         rows = self.prompts_per_step * self.num_samples
-        if rows % self.actor.dp:
+        if rows % self.actor.data_size:
             raise ValueError(
-                f"{self.prompts_per_step} prompts x {self.num_samples} samples = {rows} sequences do not divide over actor.dp={self.actor.dp}"
+                f"{self.prompts_per_step} prompts x {self.num_samples} samples = {rows} sequences do not divide over the actor's "
+                f"{self.actor.data_size} data ranks (dp x fsdp)"
             )
         if self.prompts_per_step < self.sampler.dp:
             raise ValueError(

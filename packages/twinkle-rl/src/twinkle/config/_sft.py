@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from twinkle.config._base import CommandConfig
-from twinkle.config._common import ActorConfig, RuntimeConfig, TaskConfig, TrackerName
+from twinkle.config._common import ActorConfig, Backend, RuntimeConfig, TaskConfig, TrackerName
 
 
 class SFTConfig(CommandConfig):
@@ -52,6 +52,8 @@ class SFTConfig(CommandConfig):
     """How many training checkpoints are kept; older ones are deleted."""
     task: TaskConfig = TaskConfig()
     """The problems, where no dataset is given."""
+    backend: Backend = "megatron"
+    """Who trains: 'megatron' (MegatronModel), or 'transformers' (TransformersModel: any causal language model of transformers)."""
     actor: ActorConfig = ActorConfig()
     """The trainer group."""
     runtime: RuntimeConfig = RuntimeConfig()
@@ -68,8 +70,9 @@ class SFTConfig(CommandConfig):
             raise ValueError(
                 f"mode 'local' is one process, but the actor asks for {self.actor.world_size} ranks; use --runtime.mode ray, or leave the sizes at 1"
             )
-        if self.actor.sequence_parallel and self.actor.tp < 2:
-            raise ValueError("actor.sequence_parallel splits activations over the tensor parallel ranks: set --actor.tp 2 or more")
-        if self.batch_size < self.actor.dp:
-            raise ValueError(f"batch_size={self.batch_size} is less than actor.dp={self.actor.dp}: some ranks would have nothing to do")
+        self.actor.check(self.backend)
+        if self.batch_size < self.actor.data_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is less than the actor's {self.actor.data_size} data ranks (dp x fsdp): some would have nothing to do"
+            )
         return self

@@ -21,7 +21,7 @@ from twinkle_sync import CheckpointEngineManager
 from twinkle_train import GRPOLoss, group_advantages
 
 if TYPE_CHECKING:
-    from twinkle_megatron import MegatronModel
+    from twinkle.layout import Trainer
     from twinkle_vllm import vLLMSampler
 
 
@@ -70,12 +70,12 @@ class GRPOLoop:
         self,
         config: GRPOConfig,
         *,
-        actor: MegatronModel,
+        actor: Trainer,
         sampler: vLLMSampler,
         weights: CheckpointEngineManager,
         template: Template,
         task: Task,
-        reference: MegatronModel | None = None,
+        reference: Trainer | None = None,
     ) -> None:
         self.config = config
         self.checks = Checks()
@@ -266,14 +266,14 @@ def sampling_seed(seed: int, step: int, *, evaluation: bool = False) -> int:
     return int(np.random.SeedSequence([seed, step, int(evaluation)]).generate_state(1)[0])
 
 
-def set_up_actor(actor: MegatronModel, config: GRPOConfig) -> None:
+def set_up_actor(actor: Trainer, config: GRPOConfig) -> None:
     """Give the actor GRPO's loss, a fresh Adam and its schedule."""
     actor.set_loss(GRPOLoss(epsilon=config.clip_low, epsilon_high=config.clip_high, beta=config.kl_beta))
     actor.set_optimizer("adam", lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, eps=config.adam_eps)
     actor.set_lr_scheduler("constant", warmup_steps=config.lr_warmup_steps)
 
 
-def train_step(actor: MegatronModel, features: list[InputFeature], config: GRPOConfig) -> dict[str, Any]:
+def train_step(actor: Trainer, features: list[InputFeature], config: GRPOConfig) -> dict[str, Any]:
     """One update on a batch; returns the trainer's metrics of it."""
     actor.forward_backward(features, micro_batch_size=config.actor.micro_batch_size)
     actor.clip_grad_and_step(config.max_grad_norm)

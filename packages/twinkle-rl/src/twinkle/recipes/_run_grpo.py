@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from twinkle.config import GRPOConfig
-from twinkle.installed import PLOT, RAY, SAMPLER, TASK, TRAINER, require_parts
+from twinkle.installed import PLOT, RAY, SAMPLER, TASK, TRAINERS, require_parts
 from twinkle.layout import Layout, build_sampler, build_together, build_trainer, check_trainer, draw_layout, plan_layout, resolved, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_smollm2, write_tiny_qwen3
 from twinkle.recipes._evaluate import Evaluation
@@ -28,7 +28,7 @@ from twinkle_sync import CheckpointEngineManager
 from twinkle_train import read_checkpoint
 
 if TYPE_CHECKING:
-    from twinkle_megatron import MegatronModel
+    from twinkle.layout import Trainer
     from twinkle_vllm import vLLMSampler
 
 # Sampled held-out accuracy after the warm-up: outside, the RL figures say nothing (no signal, or no room).
@@ -73,12 +73,12 @@ def run_grpo(config: GRPOConfig, console: Console) -> Path:
     started = time.perf_counter()
     runtime = RAY if config.runtime.mode == "ray" else ()
     if config.replay is not None:
-        require_parts([*TRAINER, *runtime])
+        require_parts([*TRAINERS[config.backend], *runtime])
         require_tracker(config.tracker)
         return _replay(config, console, started)
-    require_parts([*TRAINER, *SAMPLER, *TASK, *PLOT, *runtime])
+    require_parts([*TRAINERS[config.backend], *SAMPLER, *TASK, *PLOT, *runtime])
     require_tracker(config.tracker)
-    layout = plan_layout(config.runtime, config.actor, config.sampler)
+    layout = plan_layout(config.runtime, config.backend, config.actor, config.sampler)
     if config.model is not None:
         check_trainer(existing_checkpoint(config.model), layout)
     task = make_task(config.task, validation=config.warmup.check_problems if config.warmup.enabled else 0)
@@ -157,7 +157,7 @@ def starting_checkpoint(config: GRPOConfig, task: Task, folder: RunFolder) -> Pa
         return write_tiny_qwen3(path, toy_tokenizer(texts), seed=config.seed)
 
 
-def build_components(config: GRPOConfig, layout: Layout, model: Path) -> tuple[MegatronModel, vLLMSampler, MegatronModel | None]:
+def build_components(config: GRPOConfig, layout: Layout, model: Path) -> tuple[Trainer, vLLMSampler, Trainer | None]:
     """Build the actor, the sampler and, where it is needed, the reference; on Ray all at the same time."""
     trainer = partial(build_trainer, model, layout, config.actor, config.seed)
     builders: list[Callable[[], Any]] = [trainer, partial(build_sampler, model, layout, config)]
@@ -167,7 +167,7 @@ def build_components(config: GRPOConfig, layout: Layout, model: Path) -> tuple[M
     return actor, sampler, reference[0] if reference else None
 
 
-def _keep_initial(actor: MegatronModel, folder: RunFolder) -> Path:
+def _keep_initial(actor: Trainer, folder: RunFolder) -> Path:
     with folder.writing(INITIAL_POLICY) as path:
         actor.save(str(path))
     return path
@@ -248,7 +248,7 @@ def _replay(config: GRPOConfig, console: Console, started: float) -> Path:
     source = config.replay.expanduser().absolute()  # workers of a running cluster have another current folder
     rollouts = read_rollouts(source)
     first = next(rollouts, None)
-    layout = plan_layout(config.runtime, config.actor)
+    layout = plan_layout(config.runtime, config.backend, config.actor)
     check_trainer(source / INITIAL_POLICY, layout)
     folder = RunFolder(config.run_dir) if config.run_dir else RunFolder.default("grpo-replay")
     folder.write_json("config.json", resolved(config, folder, layout))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from twinkle._errors import ConfigError
 from twinkle.config import SFTConfig
-from twinkle.installed import RAY, TRAINER, require_parts
+from twinkle.installed import RAY, TRAINERS, require_parts
 from twinkle.layout import build_trainer, check_trainer, draw_layout, plan_layout, resolved, running
 from twinkle.recipes._checkpoints import existing_checkpoint, write_tiny_qwen3
 from twinkle.recipes._task import make_task
@@ -21,7 +21,7 @@ from twinkle_data import DataError, DataLoader, Dataset, Template, Trajectory
 from twinkle_data.toy import toy_tokenizer
 
 if TYPE_CHECKING:
-    from twinkle_megatron import MegatronModel
+    from twinkle.layout import Trainer
 
 
 def run_sft(config: SFTConfig, console: Console) -> Path:
@@ -32,9 +32,9 @@ def run_sft(config: SFTConfig, console: Console) -> Path:
         RunFolderError: the run folder cannot be made or written.
     """
     started = time.perf_counter()
-    require_parts([*TRAINER, *(RAY if config.runtime.mode == "ray" else ())])
+    require_parts([*TRAINERS[config.backend], *(RAY if config.runtime.mode == "ray" else ())])
     require_tracker(config.tracker)
-    layout = plan_layout(config.runtime, config.actor)
+    layout = plan_layout(config.runtime, config.backend, config.actor)
     if config.model is not None:
         check_trainer(existing_checkpoint(config.model), layout)
     conversations, texts = _conversations(config)
@@ -70,7 +70,7 @@ def _open(config: SFTConfig) -> tuple[RunFolder, Path | None]:
 
 def _train(
     config: SFTConfig,
-    actor: MegatronModel,
+    actor: Trainer,
     template: Template,
     conversations: list[Trajectory],
     folder: RunFolder,

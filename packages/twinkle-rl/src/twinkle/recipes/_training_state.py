@@ -11,7 +11,7 @@ from twinkle.run import RunFolder
 from twinkle_train import list_checkpoints, prune_checkpoints, remove_unfinished
 
 if TYPE_CHECKING:
-    from twinkle_megatron import MegatronModel
+    from twinkle.layout import Trainer
 
 TRAINING_STATE = "training-state"
 
@@ -27,7 +27,7 @@ class TrainingStates:
         last_step: after which there is one, too, so that a run can be made longer.
     """
 
-    def __init__(self, actor: MegatronModel, folder: RunFolder, *, every: int, keep: int, last_step: int) -> None:
+    def __init__(self, actor: Trainer, folder: RunFolder, *, every: int, keep: int, last_step: int) -> None:
         self._actor, self._folder = actor, folder
         self._every, self._keep, self._last_step = every, keep, last_step
 

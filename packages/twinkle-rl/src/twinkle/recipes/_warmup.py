@@ -15,7 +15,7 @@ from twinkle_data import DataLoader, SamplingParams, Template, Trajectory
 from twinkle_sync import CheckpointEngineManager
 
 if TYPE_CHECKING:
-    from twinkle_megatron import MegatronModel
+    from twinkle.layout import Trainer
     from twinkle_vllm import vLLMSampler
 
 
@@ -28,16 +28,14 @@ class WarmupResult:
     seconds: float
 
 
-def set_up_sft(actor: MegatronModel, *, lr: float, lr_warmup_steps: int, adam_eps: float = 1e-8) -> None:
+def set_up_sft(actor: Trainer, *, lr: float, lr_warmup_steps: int, adam_eps: float = 1e-8) -> None:
     """Give the actor cross-entropy, a fresh Adam (betas 0.9 and 0.98) and its schedule."""
     actor.set_loss("cross_entropy")
     actor.set_optimizer("adam", lr=lr, betas=(0.9, 0.98), weight_decay=0.0, eps=adam_eps)
     actor.set_lr_scheduler("constant", warmup_steps=lr_warmup_steps)
 
 
-def sft_step(
-    actor: MegatronModel, template: Template, batch: Sequence[Trajectory], *, max_grad_norm: float, micro_batch_size: int | None
-) -> float | None:
+def sft_step(actor: Trainer, template: Template, batch: Sequence[Trajectory], *, max_grad_norm: float, micro_batch_size: int | None) -> float | None:
     """One update on a batch of whole conversations; returns its loss."""
     features = template.batch_encode(batch)
     loss = actor.forward_backward(features, micro_batch_size=micro_batch_size).loss
@@ -48,7 +46,7 @@ def sft_step(
 def warm_up(
     config: WarmupConfig,
     *,
-    actor: MegatronModel,
+    actor: Trainer,
     sampler: vLLMSampler,
     weights: CheckpointEngineManager,
     template: Template,

@@ -71,7 +71,8 @@ def _write(path: str | os.PathLike[str], config_class: type[PreTrainedConfig], s
         "bos_token_id": None,
         **sizes,
     }
-    unknown = sorted(set(sizes) - set(config_class().to_dict()) - {"head_dim", "vocab_size"})
+    known = config_class()
+    unknown = sorted(name for name in sizes if name not in ("head_dim", "vocab_size") and not hasattr(known, name))
     if unknown:
         raise TypeError(f"{config_class.__name__} has no {', '.join(unknown)}")
     with torch.random.fork_rng(devices=[]):
