@@ -54,6 +54,7 @@ def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
         transport = arguments.get("transport")
         if transport == "ray":
             arguments["cluster"] = request.getfixturevalue("cluster")
+            deadline_s += 60  # each process becomes part of the cluster first
         needed = {"cuda_ipc": 1, "nccl": world_size}.get(str(transport), 0)
         if torch.cuda.device_count() < needed:
             pytest.skip(f"{transport} needs {needed} CUDA devices for {world_size} processes")

@@ -177,7 +177,7 @@ def lost_end(rank: int, world_size: int, address: Any) -> Any:
         Lossy.stop_at = 4
         me.lose()
         me.transfer(1)
-        time.sleep(5.0)
+        time.sleep(me.timeout_s + 2.0)  # the board of Ray ends with this process
         return None
     return me.transfer(1)
 

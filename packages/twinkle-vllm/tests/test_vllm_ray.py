@@ -43,7 +43,7 @@ class Trainer(WeightSender):
         return {name: tensor.numpy().copy() for name, tensor in self.model.state_dict().items()}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_samplers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_samplers):
     folder, reference = models["old"]
@@ -51,7 +51,7 @@ def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_sampl
     groups = [DeviceGroup("trainer", 2, "cpu"), DeviceGroup("sampler", num_samplers, "cpu")]
     placed: Any = {"trainer": Trainer, "sampler": vLLMSampler}
     try:
-        with initialize("ray", groups=groups, threads_per_worker=1, start_timeout_s=240, call_timeout_s=200):
+        with initialize("ray", groups=groups, threads_per_worker=1, start_timeout_s=400, call_timeout_s=400):
             trainer = placed["trainer"](str(folder), remote_group="trainer")
             sampler = placed["sampler"](str(folder), kit.ENGINE_ARGS, remote_group="sampler")
             manager = CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=1 << 14, timeout_s=60)

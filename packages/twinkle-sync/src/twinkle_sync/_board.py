@@ -135,7 +135,10 @@ class BoardTransport:
         return message
 
     def _wait(self, names: Sequence[str], deadline: Deadline, what: str) -> tuple[str, bytes, torch.Tensor]:
-        found = self._usable().wait([*names, _CLOSED], deadline, deadline.remaining_s(what))
+        try:
+            found = self._usable().wait([*names, _CLOSED], deadline, deadline.remaining_s(what))
+        except PeerFailed as error:
+            raise PeerFailed(f"{error}, while this process waited for {what}") from error
         if found is None:
             raise deadline.expired(what)
         if found[0] == _CLOSED:
