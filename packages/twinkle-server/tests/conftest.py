@@ -111,7 +111,7 @@ def model_settings(tiny_model: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_settings: dict[str, Any]) -> Iterator[ServerProcess]:
     """A running server with the small model, for the tests of a module."""
-    running = ServerProcess(tmp_path_factory.mktemp("server"), [model_settings])
+    running = ServerProcess(tmp_path_factory.mktemp("server"), [model_settings], limits={"step_idle_s": 1})
     try:
         running.start()
         yield running

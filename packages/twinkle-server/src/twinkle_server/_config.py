@@ -88,6 +88,7 @@ class LimitConfig(_Section):
     upload_bytes: int = Field(default=8 << 30, ge=1024, description="Of one uploaded checkpoint.")
     wait_s: float = Field(default=30, gt=0, le=300, description="The longest that a request waits for a future.")
     call_s: float = Field(default=3600, gt=0, description="The longest that a native call waits for its result.")
+    step_idle_s: float = Field(default=120, gt=0, description="An adapter in the middle of a step keeps its place so long without a call.")
     capacity_s: float = Field(default=600, gt=0, description="How long a call waits for a place among the adapters in memory.")
     order_gap_s: float = Field(default=600, gt=0, description="How long numbered calls wait for a missing predecessor.")
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ._checkpoints import Checkpoints
 from ._config import ServerConfig
-from ._errors import Failed, NotFound
+from ._errors import Failed, NotFound, describe
 from ._folders import Folders
 from ._keys import KeyRing, Principal
 from ._metrics import Metrics
@@ -59,7 +59,7 @@ class Service:
         self._runtime: Any = None
         for model in config.models:
             if model.trainable:
-                self.trainers[model.name] = trainer = TrainerBackend(model, self.store, self.folders)
+                self.trainers[model.name] = trainer = TrainerBackend(model, self.store, self.folders, step_idle_s=config.limits.step_idle_s)
                 self.calls.make_queue(
                     trainer_queue(model.name), concurrency=1, admits=lambda work, trainer=trainer: trainer.admits(work.future.run_id)
                 )
@@ -70,8 +70,18 @@ class Service:
                 )
 
     async def io(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Runs what blocks (the database, files) in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._io, lambda: function(*arguments, **named))
+        """Runs what blocks (the database, files) in a thread. The layers' own errors become those of requests."""
+
+        def run() -> T:
+            try:
+                return function(*arguments, **named)
+            except Exception as error:
+                told = describe(error)
+                if told is error or told.status >= 500:
+                    raise
+                raise told from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._io, run)
 
     async def start(self) -> None:
         """Takes up what is in the database, and begins to load models and to run calls; returns before the models are loaded."""
@@ -187,10 +197,12 @@ class Service:
     async def _rounds(self) -> None:
         next_collection = 0.0
         while True:
-            await asyncio.sleep(min(5.0, self.config.retention.every_s))
+            await asyncio.sleep(min(5.0, self.config.retention.every_s, self.config.limits.step_idle_s))
             try:
                 await self.sessions.round()
                 await self.calls.expire()
+                for queue in self.calls.queues.values():
+                    queue.wake()  # an adapter may have been idle for long enough by now
                 self.processors.expire(self.config.retention.processor_s)
                 if time.monotonic() >= next_collection:
                     await self.io(self.collect_garbage)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,23 @@ class _Resident:
     adapter: str
     is_mid_step: bool = False
     is_dirty: bool = False
+    used_at: float = field(default_factory=time.monotonic)
 
 
 class TrainerBackend:
     """The trainer of one base model.
 
     At most `max_loras` adapters are in memory. Another one that is called takes the place of the one that was idle for longest, whose state is
-    written to disk (weights, optimizer, schedule, counters) and comes back bit for bit when it is called again.
+    written to disk (weights, optimizer, schedule, counters) and comes back bit for bit when it is called again. One in the middle of a step keeps its
+    place, but not for longer than `step_idle_s` without a call: then its gradients are dropped, and its next call is told so.
     """
 
-    def __init__(self, config: ModelConfig, store: Store, folders: Folders, build: Callable[[ModelConfig], Any] = build_trainer) -> None:
+    def __init__(
+        self, config: ModelConfig, store: Store, folders: Folders, *, step_idle_s: float = 120, build: Callable[[ModelConfig], Any] = build_trainer
+    ) -> None:
         self.config = config
+        self._step_idle_s = step_idle_s
+        self._dropped: set[str] = set()
         self._store = store
         self._folders = folders
         self._build = build
@@ -83,7 +89,7 @@ class TrainerBackend:
             return self.error is not None  # then the call fails, and says so
         if run_id is None or run_id in self._residents or self.used < self.config.max_loras:
             return True
-        return any(not each.is_mid_step for each in self._residents.values())
+        return self._idle() is not None
 
     def call(self, run: Run | None, verb: str, **arguments: Any) -> Any:
         """A verb of the trainer contract on a run's adapter, or (run None) on the base model, which may only be read.
@@ -98,13 +104,29 @@ class TrainerBackend:
             raise Conflict(
                 f"the server stopped while the state of {run.id} was in memory only, so it is lost: load or resume from a checkpoint to go on"
             )
+        if run.id in self._dropped and verb in _ACCUMULATING | _FINISHING:
+            self._dropped.discard(run.id)
+            if verb not in _RESTORING and verb != "zero_grad":
+                raise Conflict(
+                    f"{run.id} was idle for more than {self._step_idle_s:g} s in the middle of a step while others needed its place: its "
+                    "gradients were dropped; begin the step again"
+                )
         resident = self._bring(run)
+        resident.used_at = time.monotonic()
         if verb not in _READING and not resident.is_dirty and not (verb in SETUP_VERBS and run.parked is None):
             self._store.change(Run, run.id, dirty=True)
             resident.is_dirty = True
+        try:
+            result = self._do(verb, resident.adapter if verb != "get_train_configs" else None, arguments)
+        except Exception as error:
+            # A call out of order changed nothing; any other may have left gradients.
+            if verb in _ACCUMULATING and "CallOrderError" not in {base.__name__ for base in type(error).__mro__}:
+                resident.is_mid_step = True
+            raise
+        finally:
+            resident.used_at = time.monotonic()
         if verb in _ACCUMULATING:
             resident.is_mid_step = True
-        result = self._do(verb, resident.adapter if verb != "get_train_configs" else None, arguments)
         if verb in _FINISHING:
             resident.is_mid_step = False
         if verb in ("step", "clip_grad_and_step"):
@@ -198,9 +220,13 @@ class TrainerBackend:
             self._residents.move_to_end(run.id)
             return resident
         while self.used >= self.config.max_loras:
-            idle = next((each for each in self._residents.values() if not each.is_mid_step), None)
+            idle = self._idle()
             if idle is None:
                 raise Busy("all adapters in memory hold unfinished steps; try again later", retry_after_s=10)
+            if idle.is_mid_step:
+                self._do("zero_grad", idle.adapter, {})
+                idle.is_mid_step = False
+                self._dropped.add(idle.run_id)
             self._park(idle)
         self._do("add_adapter_to_model", run.adapter, {"config": dict(run.lora)})
         try:
@@ -217,6 +243,14 @@ class TrainerBackend:
             raise
         resident = self._residents[run.id] = _Resident(run.id, run.adapter)
         return resident
+
+    def _idle(self) -> _Resident | None:
+        """The adapter that makes way for another: idle for longest, and not in the middle of a step unless it has been for too long."""
+        oldest = time.monotonic() - self._step_idle_s
+        return next(
+            (each for each in self._residents.values() if not each.is_mid_step),
+            next((each for each in self._residents.values() if each.used_at < oldest), None),
+        )
 
     def _park(self, resident: _Resident) -> None:
         if resident.is_dirty:
