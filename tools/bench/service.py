@@ -230,12 +230,14 @@ def control(server: Server, seconds: float) -> None:
         if training:
             thread.start()
             while steps < 2:
+                if not thread.is_alive():
+                    raise RuntimeError("the training beside the load has ended")
                 time.sleep(0.05)
         before, busy_s = steps, server.cpu_s()
         taken = asyncio.run(load(seconds, 8))
         busy_s = server.cpu_s() - busy_s
-        stop.set()
         if training:
+            stop.set()
             thread.join()
         print(
             f"control requests, {'while a step runs' if training else 'idle'}: {len(taken) / seconds:.0f} requests/s over 8 connections, "
