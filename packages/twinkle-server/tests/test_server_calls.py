@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -35,6 +36,8 @@ class Recorder:
         self.ran.append(value)
         if value == "fail":
             raise ValueError("an internal detail")
+        if value == "exit":
+            sys.exit("a library ends the process")
         return Reply(body=value.encode(), media_type="text/plain")
 
     async def submit(self, who: Principal, value: str, **options: Any) -> Future:
@@ -218,3 +221,26 @@ def test_a_second_server_over_the_same_folder_is_refused(make_service: Callable[
         await first.stop()
 
     asyncio.run(body())
+
+
+def test_a_queue_outlives_calls_that_would_end_the_process_and_faults_around_calls(
+    make_service: Callable[[], Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    recorder = Recorder(service)
+
+    async def body() -> None:
+        ended = [await recorder.submit(ALICE, value) for value in ("exit", "after")]
+        assert [(await service.calls.wait(ALICE, future.id, 20)).status for future in ended] == ["failed", "done"]
+
+        def broken(*args: Any, **options: Any) -> None:
+            raise RuntimeError("the metrics are broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service.metrics, "call", broken)
+            with pytest.raises(ApiError, match="failed on the server"):
+                await service.calls.call(ALICE, "record", b"faulty", queue="model:m")
+        reply = await service.calls.call(ALICE, "record", b"fine", queue="model:m")
+        assert reply.body == b"fine"
+
+    in_service(service, body)

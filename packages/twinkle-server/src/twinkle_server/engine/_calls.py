@@ -307,7 +307,7 @@ class Calls:
                 return self._finish(Work(future, durable=False), Failed("this call was ended before it began"))
             try:
                 outcome: Reply | ApiError = self._service.run_handler(self._handlers[future.kind], future, work.value)
-            except Exception as error:  # whatever a call raises is the call's outcome, and the queue goes on
+            except (Exception, SystemExit) as error:  # whatever a call raises is the call's outcome, and the queue goes on
                 outcome = describe(error)
                 level = logging.ERROR if outcome.status >= 500 else logging.INFO
                 logger.log(level, "%s of %s failed: %s", future.kind, future.tenant, error, exc_info=outcome.status >= 500)

@@ -8,15 +8,18 @@ thousand waiting calls delays another's one by at most the call that runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._errors import Busy, Conflict
 from ..store import Future
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -218,6 +221,9 @@ class CallQueue:
             begun = time.monotonic()
             try:
                 work.outcome = await asyncio.get_running_loop().run_in_executor(self.pool, self._run, work)
+            except Exception:  # `run` should not raise; if it does, one call fails and not the queue
+                logger.exception("%s: a call failed outside its handler", self.name)
+                work.outcome = replace(work.future, status="failed", error_status=500, error="the call failed on the server")
             finally:
                 tenant = work.future.tenant
                 self._times[tenant] = self._times.get(tenant, 0.0) + max(time.monotonic() - begun, 1e-4)
