@@ -11,7 +11,7 @@ from typing import Any
 from ._errors import Busy, Conflict, Invalid, NotFound
 from ._folders import Folders
 from ._paths import CheckpointUri, check_name, parse_uri
-from .engine._trainer import TrainerBackend
+from .engine._trainer import TrainerBackend, check_whole
 from .store import Checkpoint, CheckpointKind, Run, Store
 
 
@@ -45,8 +45,9 @@ class Checkpoints:
 
         name: None picks one. with_state: of kind 'weights': optimizer, schedule and counters too. One of the same name is replaced, in one step.
 
-        Raises Busy beyond the tenant's quota, Conflict for a name that is taken unless `overwrite`.
+        Raises Busy beyond the tenant's quota, Conflict for a name that is taken unless `overwrite`, and for a run whose state was lost.
         """
+        check_whole(run)
         name = check_name(name) if name is not None else f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         old = self._store.find_checkpoint(run.id, kind, name)
         if old is not None and not overwrite:

@@ -100,10 +100,8 @@ class TrainerBackend:
             if verb not in ("forward_only", "get_train_configs"):
                 raise Conflict("the base model is shared: add an adapter and name it")
             return self._do(verb, "" if verb == "forward_only" else None, arguments)
-        if run.corrupted and verb not in _RESTORING:
-            raise Conflict(
-                f"the server stopped while the state of {run.id} was in memory only, so it is lost: load or resume from a checkpoint to go on"
-            )
+        if verb not in _RESTORING:
+            check_whole(run)
         if run.id in self._dropped and verb in _ACCUMULATING | _FINISHING:
             self._dropped.discard(run.id)
             if verb not in _RESTORING and verb != "zero_grad":
@@ -270,3 +268,9 @@ class TrainerBackend:
     def save_adapter(self, adapter: str, folder: Path) -> None:
         """Writes an adapter in peft's format."""
         self._do("save", adapter, {"path": str(folder)})
+
+
+def check_whole(run: Run) -> None:
+    """Raises Conflict for a run whose state was lost."""
+    if run.corrupted:
+        raise Conflict(f"the server stopped while the state of {run.id} was in memory only, so it is lost: load or resume from a checkpoint to go on")
