@@ -10,8 +10,7 @@ pytestmark = pytest.mark.timeout(600)
 SMALL = ["--task.size", "500", "--task.held-out", "10", "--checkpoint-every", "0"]
 
 
-def test_sft_and_grpo_train_with_transformers_models(tmp_path):
-    """SFT gives Megatron's losses and norms; what it has trained goes into GRPO, whose sampler has what the actor has after a step."""
+def test_sft_gives_megatrons_losses_and_norms(tmp_path):
     steps = {}
     for backend in ("megatron", "transformers"):
         options = ["--backend", backend, "--runtime.mode", "local", "--steps", "3", "--batch-size", "16", "--adam-eps", "1e-3"]
@@ -23,6 +22,13 @@ def test_sft_and_grpo_train_with_transformers_models(tmp_path):
     assert norms["transformers"] == pytest.approx(norms["megatron"], rel=1e-5)
     assert abs(losses["megatron"][2] - losses["megatron"][0]) > 1e-2
 
+
+@pytest.mark.full
+def test_the_sampler_of_grpo_has_what_the_actor_has_after_a_step(tmp_path):
+    """Of a model that SFT has trained, with two FSDP2 ranks."""
+    options = ["--backend", "transformers", "--runtime.mode", "local", "--steps", "3", "--batch-size", "16"]
+    done = twinkle("sft", *options, *SMALL, "--run-dir", "transformers", cwd=tmp_path)
+    assert done.status == 0, done.output[-6000:]
     options = ["--backend", "transformers", "--actor.fsdp", "2", "--steps", "2", "--prompts-per-step", "8", "--eval-every", "0", "--no-measure-kl"]
     model = str(tmp_path / "transformers" / "checkpoint")
     done = twinkle("grpo", *options, *SMALL, "--no-save-model", "--model", model, "--run-dir", "grpo", cwd=tmp_path, timeout_s=400)

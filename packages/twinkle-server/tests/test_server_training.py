@@ -227,7 +227,7 @@ def test_datasets_and_loaders_live_on_the_server(server: ServerProcess, model_na
         for body in [
             {"processor_type": "dataset", "class_type": "os.system", "source": rows},
             {"processor_type": "dataset", "class_type": "Dataset", "source": "/etc/passwd"},
-            {"processor_type": "dataset", "class_type": "Dataset", "source": rows, "cache_dir": "/tmp/x"},
+            {"processor_type": "dataset", "class_type": "Dataset", "source": rows, "cache_dir": "elsewhere"},
             {"processor_type": "dataloader", "class_type": "DataLoader", "dataset": {"processor_id": dataset}, "batch_size": 2, "num_workers": 8},
             {"processor_type": "reward", "class_type": "Reward"},
         ]:
