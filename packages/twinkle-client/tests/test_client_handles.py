@@ -183,7 +183,8 @@ def test_a_stream_that_is_refused_raises_its_error_and_is_not_repeated(server: A
 
 
 def test_datasets_and_loaders(server: Any, model: Any) -> None:
-    rows = [Trajectory(messages=({"role": "user", "content": str(number)},)) for number in range(5)]  # type: ignore[arg-type]
+    messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
+    rows = [Trajectory(messages=(message,)) for message in messages]
     dataset = Dataset(rows)
     assert len(dataset) == 5
     assert dataset[1] == rows[1]

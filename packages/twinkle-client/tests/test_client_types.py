@@ -72,7 +72,8 @@ def test_options_of_a_named_loss_travel_beside_its_name_and_elsewhere_unknown_fi
 
 
 def test_records_are_replaced_and_checked_and_take_arrays() -> None:
-    feature = types.InputFeature(input_ids=Array([1, 2]), logprobs=Array([0.0, -1.0]))  # type: ignore[arg-type]
+    arrays: dict[str, Any] = {"input_ids": Array([1, 2]), "logprobs": Array([0.0, -1.0])}
+    feature = types.InputFeature(**arrays)
     assert dataclasses.replace(feature, advantages=2.0).advantages == 2.0
     assert feature.input_ids == [1, 2]
     with pytest.raises(ValidationError, match="advantages has 1 entries"):
@@ -95,9 +96,11 @@ def test_answers_ignore_what_a_newer_server_adds() -> None:
 
 
 def test_tool_calls_come_in_either_form() -> None:
-    ours = types.Message(role="assistant", tool_calls=({"name": "f", "arguments": {"x": 1}, "id": "1"},))  # type: ignore[arg-type]
-    openai = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    assert types.Message(role="assistant", content=None, tool_calls=(openai,)) == ours  # type: ignore[arg-type]
+    plain: Any = {"name": "f", "arguments": {"x": 1}, "id": "1"}
+    openai: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    null: Any = None  # as OpenAI's API answers beside calls
+    ours = types.Message(role="assistant", tool_calls=(plain,))
+    assert types.Message(role="assistant", content=null, tool_calls=(openai,)) == ours
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,8 @@ def test_a_path_has_parts() -> None:
 
 
 def test_a_sample_that_was_not_served_raises_its_error() -> None:
-    response = types.SampleResponse(sequences=[], prompt_token_ids=[], error=ValueError("too long"))  # type: ignore[arg-type]
+    error: Any = ValueError("too long")
+    response = types.SampleResponse(sequences=[], prompt_token_ids=[], error=error)
     with pytest.raises(Exception, match="ValueError: too long"):
         response.raise_for_error()
 
