@@ -75,7 +75,7 @@ class Service:
         def run() -> T:
             try:
                 return function(*arguments, **named)
-            except Exception as error:
+            except Exception as error:  # told in the caller's words where a layer speaks of the request, else as it is
                 told = describe(error)
                 if told is error or told.status >= 500:
                     raise

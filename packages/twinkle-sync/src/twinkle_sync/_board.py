@@ -80,7 +80,7 @@ class BoardTransport:
                 self.send_message(message, deadline)
             for ack in self._acks(self._sequence - 1):
                 self._wait([ack], deadline, f"the samplers to take message {self._sequence - 1}, the last of the weight transfer")
-        except Exception:
+        except Exception:  # raised again, when the samplers have read why
             self._let_them_read()
             raise
 

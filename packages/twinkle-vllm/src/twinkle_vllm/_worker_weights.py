@@ -71,7 +71,7 @@ def _receive(worker: Any, address: str, world_size: int, load: LoadWeights, on_c
         incoming = Incoming(transport.receive(deadline), 0, verify=False)
         incoming.begin()
         load(worker, incoming, on_cpu)
-    except Exception as error:
+    except Exception as error:  # the answer to the engine, which compares all workers' answers
         # Only then: to the others, who may still read, a worker that leaves is one that failed.
         transport.close()
         return f"{type(error).__name__}: {error}"

@@ -33,7 +33,7 @@ class SamplerBackend:
         """Loads the model."""
         try:
             self._sampler = self._build(self.model, self.config)
-        except Exception as error:
+        except Exception as error:  # kept for who asks for the model, whatever the engine failed with
             self.error = error
             raise
 

@@ -14,7 +14,7 @@ from typing import Any
 from twinkle_remote import LazyResult
 
 from .._config import ModelConfig
-from .._errors import ApiError, Busy, Conflict, Unavailable
+from .._errors import Busy, Conflict, Unavailable
 from .._folders import Folders
 from ..store import Run, Store
 from ._build import build_trainer
@@ -69,7 +69,7 @@ class TrainerBackend:
         """Loads the base model."""
         try:
             self._model = self._build(self.config)
-        except Exception as error:
+        except Exception as error:  # kept for who asks for the model, whatever the engine failed with
             self.error = error
             raise
 
@@ -116,7 +116,7 @@ class TrainerBackend:
             resident.is_dirty = True
         try:
             result = self._do(verb, resident.adapter if verb != "get_train_configs" else None, arguments)
-        except Exception as error:
+        except Exception as error:  # raised again
             # A call out of order changed nothing; any other may have left gradients.
             if verb in _ACCUMULATING and "CallOrderError" not in {base.__name__ for base in type(error).__mro__}:
                 resident.is_mid_step = True
@@ -198,7 +198,7 @@ class TrainerBackend:
         try:
             result = getattr(self._model, verb)(**arguments, **named)
             return result.get() if isinstance(result, LazyResult) else result
-        except Exception as error:
+        except Exception as error:  # by name: the layer that lost the workers may be any of the engines'
             if _DEAD & {base.__name__ for base in type(error).__mro__}:
                 self._start_again()
             raise
@@ -227,17 +227,16 @@ class TrainerBackend:
                 self._dropped.add(idle.run_id)
             self._park(idle)
         self._do("add_adapter_to_model", run.adapter, {"config": dict(run.lora)})
+        model = self._model
         try:
             for verb in SETUP_VERBS:
                 if verb in run.setup:
                     self._do(verb, run.adapter, run.setup[verb])
             if run.parked is not None and not run.corrupted:
                 self._do("resume_from_checkpoint", run.adapter, {"path": str(self._folders.path(run.parked) / "state"), "saved_as": run.adapter})
-        except Exception as error:
-            self._do("remove_adapter", run.adapter, {})
-            if isinstance(error, ApiError):
-                raise
-            logger.exception("%s could not be brought back", run.id)
+        except Exception:  # half an adapter must not stay; a model that was loaded again has none
+            if self._model is model:
+                self._do("remove_adapter", run.adapter, {})
             raise
         resident = self._residents[run.id] = _Resident(run.id, run.adapter)
         return resident
