@@ -1,10 +1,10 @@
-"""For tests of trainers: tiny checkpoints made from code, a reference trainer, the conformance suite (`testing.conformance`), what plain peft makes
-of rows (`testing.plain_peft`), and functions run on several ranks.
+"""For tests of trainers: tiny checkpoints made from code, a reference trainer, the conformance suite (`testing.conformance`), what adapters must do
+alike (`testing.adapters`), what plain peft makes of rows (`testing.plain_peft`), and functions run on several ranks.
 
 Needs transformers and peft: pip install 'twinkle-train[testing]'.
 """
 
-from . import conformance, plain_peft
+from . import adapters, conformance, plain_peft
 from ._features import random_features, rollout_features
 from ._models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from ._rank_pool import RankPool
@@ -14,6 +14,7 @@ from ._reference import ReferenceTrainer
 __all__ = [
     "RankPool",
     "ReferenceTrainer",
+    "adapters",
     "conformance",
     "plain_peft",
     "random_features",
