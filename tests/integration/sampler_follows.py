@@ -18,8 +18,9 @@ from twinkle_mesh import DeviceGroup, DeviceMesh
 from twinkle_remote import initialize
 from twinkle_sync import CheckpointEngineManager
 from twinkle_train import LoraConfig
-from twinkle_train.testing import random_features, tiny_qwen3
+from twinkle_train.testing import random_features, tiny_qwen3, tiny_qwen3_moe
 from twinkle_vllm import vLLMSampler
+from twinkle_vllm.testing import greedy_is_equal, logprob_error
 
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {"dp_size": 1}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}, "ep": {"dp_size": 2, "ep_size": 2}}
 # Blocks of 32 tokens, so that the longest prompt fills one, and the prefix cache has something to be wrong about.
@@ -47,7 +48,7 @@ def main(folder: Path, mode: Any, kind: str, layout: str, updates: int) -> None:
             found["stale"].append(error(sampler, reference))
             weights.sync_weights()
             found["errors"].append(error(sampler, reference))
-            found["greedy"].append(greedy_is_equal(sampler, reference))
+            found["greedy"].append(greedy_is_equal(sampler, reference, prompts()))
         if has_adapters:
             found |= follow_an_adapter(folder, actor, sampler, weights)
         print(json.dumps(found))
@@ -56,32 +57,7 @@ def main(folder: Path, mode: Any, kind: str, layout: str, updates: int) -> None:
 def write_model(folder: Path, kind: str) -> Path:
     if kind != "moe":
         return tiny_qwen3(folder, vocab_size=VOCAB, tie_word_embeddings=kind == "tied")
-    from transformers import Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {"head_dim": 32}  # not in the signature that type checkers see
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.1,
-        **settings,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+    return tiny_qwen3_moe(folder, vocab_size=VOCAB, hidden_size=64, num_attention_heads=2, moe_intermediate_size=64, initializer_range=0.1)
 
 
 class Training:
@@ -114,7 +90,7 @@ def follow_an_adapter(folder: Path, actor: Any, sampler: Any, weights: Checkpoin
         peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32), folder / f"adapter-{step}")
         found["adapter"].append(error(sampler, peft, "maths"))
         found["adapter_control"].append(error(sampler, peft))  # the base model is another
-        found["greedy"] = [*found.get("greedy", []), greedy_is_equal(sampler, peft, "maths")]
+        found["greedy"] = [*found.get("greedy", []), greedy_is_equal(sampler, peft, prompts(), adapter_name="maths")]
         base_is_kept = error(sampler, base)
         weights.sync_weights("full" if step else "delta", adapter_name="maths", merge=True)
         found["adapter_merged"].append(error(sampler, peft))
@@ -128,32 +104,8 @@ def prompts() -> list[list[int]]:
     return [generator.integers(2, VOCAB, size).tolist() for size in (4, 9, 17, 40)]
 
 
-def logprobs(model: Any, tokens: list[int], temperature: float) -> np.ndarray:
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        logits = model(ids).logits[0, :-1].double() / temperature
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-
-
 def error(sampler: Any, model: Any, adapter_name: str = "") -> float:
-    """Largest difference of log-probabilities: of the tokens of the prompts, and of sampled ones at their temperature."""
-    scored = sampler.score(prompts(), adapter_name=adapter_name)
-    worst = max(float(np.abs(mine[1:] - logprobs(model, prompt, 1.0)).max()) for mine, prompt in zip(scored, prompts(), strict=True))
-    responses = sampler.sample(prompts(), {"max_tokens": 8, "temperature": TEMPERATURE}, adapter_name=adapter_name)
-    for prompt, response in zip(prompts(), responses, strict=True):
-        sequence = response.raise_for_error().sequences[0]
-        expected = logprobs(model, [*prompt, *sequence.tokens], TEMPERATURE)[len(prompt) - 1 :]
-        worst = max(worst, float(np.abs(expected - sequence.logprobs).max()))
-    return worst
-
-
-def greedy_is_equal(sampler: Any, model: Any, adapter_name: str = "") -> bool:
-    responses = sampler.sample(prompts(), {"max_tokens": 8, "temperature": 0}, adapter_name=adapter_name)
-    equal: list[bool] = []
-    for prompt, response in zip(prompts(), responses, strict=True):
-        made = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0, len(prompt) :]
-        equal.append(response.raise_for_error().sequences[0].tokens == made.tolist())
-    return all(equal)
+    return logprob_error(sampler, model, prompts(), temperature=TEMPERATURE, adapter_name=adapter_name)
 
 
 if __name__ == "__main__":

