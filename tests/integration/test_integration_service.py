@@ -183,12 +183,20 @@ def test_errors_of_the_server_are_the_clients(server: ServerProcess) -> None:
             TwinkleClient(server.url, re.sub("[0-9a-f]{8}$", "00000000", server.key))
 
 
-def test_the_example_configuration_is_one() -> None:
+@pytest.mark.parametrize("name", ["server.yaml", "server-ray.yaml", "server-vllm.yaml"])
+def test_the_example_configurations_are_some(name: str) -> None:
     from twinkle_server import load_config
+    from twinkle_server.engine._build import _mesh, check_backends
 
-    config = load_config(ROOT / "examples" / "service" / "server.yaml", environ={})
-    assert [model.name for model in config.models] == ["Qwen/Qwen3-0.6B"]
+    config = load_config(ROOT / "examples" / "service" / name, environ={})
+    check_backends(config.models)
+    groups = {group.name: group.ranks for group in config.runtime.groups}
     assert config.host == "127.0.0.1"
+    for model in config.models:
+        for part in (model, model.sampler):
+            assert part is not None
+            mesh = _mesh(part.mesh)
+            assert mesh is None or mesh.world_size == groups[str(part.group)]
 
 
 @pytest.mark.parametrize("name", ["sft.py"])

@@ -159,27 +159,34 @@ def overhead(server: Server, folder: Path, rounds: int) -> None:
             def pause() -> None:  # gradients accumulate; dropping them is not part of what is measured
                 served.zero_grad(adapter_name="overhead")
 
-            raw_s, ours_s, ratio = _paired(raw, ours, pause, count)
+            raw_s, ours_s, ratio, cpu_s = _paired(raw, ours, pause, count, server)
             print(
                 f"forward_backward, {name} ({rows} rows of {tokens} tokens): in process {raw_s * 1e3:.1f} ms, served {ours_s * 1e3:.1f} ms, "
-                f"+{(ours_s - raw_s) * 1e3:.1f} ms p50, ratio {ratio:.2f} (median of {count} pairs)",
+                f"+{(ours_s - raw_s) * 1e3:.1f} ms p50, ratio {ratio:.2f} (median of {count} pairs); processor time of client and server "
+                f"{cpu_s[1] * 1e3:.1f} ms a call, in process {cpu_s[0] * 1e3:.1f} ms",
                 flush=True,
             )
 
 
-def _paired(raw: Callable[[], Any], ours: Callable[[], Any], after: Callable[[], Any], count: int) -> tuple[float, float, float]:
+def _paired(
+    raw: Callable[[], Any], ours: Callable[[], Any], after: Callable[[], Any], count: int, server: Server
+) -> tuple[float, float, float, tuple[float, float]]:
+    """Medians of both, the median of their ratios, and the processor time of each call, which other processes on the machine do not change."""
     times: list[tuple[float, float]] = []
+    cpu_s = [0.0, 0.0]
     for index in range(count + 3):
         seconds = {}
         for which, call in ((0, raw), (1, ours)) if index % 2 else ((1, ours), (0, raw)):
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time() + server.cpu_s()
             call()
             seconds[which] = time.perf_counter() - begin
+            if index >= 3:
+                cpu_s[which] += time.process_time() + server.cpu_s() - cpu_begin
         after()
         if index >= 3:
             times.append((seconds[0], seconds[1]))
     raw_s, ours_s = (statistics.median(column) for column in zip(*times, strict=True))
-    return raw_s, ours_s, statistics.median(b / a for a, b in times)
+    return raw_s, ours_s, statistics.median(b / a for a, b in times), (cpu_s[0] / count, cpu_s[1] / count)
 
 
 def control(server: Server, seconds: float) -> None:

@@ -123,3 +123,18 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_settings: dict[str, A
 def model_name() -> str:
     """The small model's."""
     return MODEL
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers with the arguments of `ServerProcess`; they end with the test."""
+    started: list[ServerProcess] = []
+
+    def start(folder: Path, models: list[dict[str, Any]], **settings: Any) -> ServerProcess:
+        started.append(ServerProcess(folder, models, **settings))
+        started[-1].start(400)
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.end(signal.SIGTERM)

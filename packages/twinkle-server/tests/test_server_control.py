@@ -90,7 +90,7 @@ def test_sessions_beat_end_and_survive_a_restart(config: ServerConfig) -> None:
     async def second(client: httpx.AsyncClient, service: Service, keys: dict[str, str]) -> None:
         alice = create_key(service.store, "alice")[1]
         assert (await client.post("/session_heartbeat", json=session, headers=_as(alice))).status_code == 200
-        service.sessions._seen[session["session_id"]] = time.time() - config.retention.session_s - 1
+        service.sessions._seen[session["session_id"]] = time.monotonic() - config.retention.session_s - 1
         await service.sessions.round()
         assert (await client.post("/session_heartbeat", json=session, headers=_as(alice))).status_code == 404
 

@@ -115,7 +115,7 @@ class Served:
         for name, tenant, label in (("run-1", "alice", HOSTILE), ("run-2", "bob", "")):
             store.add(Run(id=name, tenant=tenant, base_model="org/tiny", adapter=name, lora={"r": 8}, label=label, created_at=now, used_at=now))
         for step in range(5):
-            store.add_metrics("run-1", step, {"loss": 2.0 / (step + 1)})
+            store.add_metrics([("run-1", step, {"loss": 2.0 / (step + 1)})])
         checkpoint = Checkpoint(
             run_id="run-1",
             tenant="alice",
@@ -182,7 +182,7 @@ def test_it_shows_what_the_key_may_see_and_follows_it(browser: Browser, served: 
         assert browser.run("document.querySelector('.run polyline').getAttribute('points').split(' ').length") == 5
         assert browser.run("document.querySelector('.run svg').getBoundingClientRect().height") > 50
         # Live: a new point appears by itself.
-        served.service.store.add_metrics("run-1", 5, {"loss": 0.125})
+        served.service.store.add_metrics([("run-1", 5, {"loss": 0.125})])
         browser.until("document.querySelector('.run').innerText.includes('loss 0.12500 at step 5')")
         browser.run("document.querySelector('.run summary').click()")
         browser.until("document.querySelector('.run').innerText.includes('twinkle://run-1/weights/first')")

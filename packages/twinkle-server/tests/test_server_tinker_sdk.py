@@ -35,6 +35,7 @@ class Served:
         store = Store(config.url)
         self.keys = {name: create_key(store, name)[1] for name in ("ann", "bob")}
         store.close()
+        self._clients: list[tinker.ServiceClient] = []
 
     def start(self) -> None:
         options = uvicorn.Config(create_app(self.config), port=self.config.port, log_level="error", timeout_graceful_shutdown=5)
@@ -53,7 +54,14 @@ class Served:
         assert not self._thread.is_alive(), "the server did not stop"
 
     def client(self, tenant: str) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=self.keys[tenant])
+        made = tinker.ServiceClient(base_url=self.url, api_key=self.keys[tenant])
+        self._clients.append(made)
+        return made
+
+    def close_clients(self) -> None:
+        """Ends the threads of all clients; their heartbeats would go on, and fail, when the server has gone."""
+        for client in self._clients:
+            client.close("success").result()
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +78,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         server = Served(parse_config({"data_dir": str(folder / "data"), "port": port, "models": [model], "limits": {"wait_s": 0.5}}))
         server.start()
         yield server
+        server.close_clients()
         server.stop()
 
 
@@ -296,7 +305,6 @@ def test_runs_and_checkpoints_are_listed_published_and_deleted(served, ann, trai
     rest.delete_checkpoint_from_tinker_path(path).result()
     left = rest.list_checkpoints(trainer.model_id).result().checkpoints
     assert [each.checkpoint_id for each in left] == ["sampler_weights/three", "weights/two"]
-    theirs.close("success").result()
 
 
 def test_wrong_keys_are_refused_and_others_objects_are_not_there(served, trainer):
@@ -320,7 +328,6 @@ def test_wrong_keys_are_refused_and_others_objects_are_not_there(served, trainer
     assert rest.list_training_runs().result().training_runs == [] or trainer.model_id not in [
         each.training_run_id for each in rest.list_training_runs().result().training_runs
     ]
-    bob.close("success").result()
 
 
 def test_what_is_wrong_with_a_call_is_its_own_failure_and_the_next_one_runs(trainer):

@@ -98,6 +98,81 @@ def test_a_stream_of_samples_ends_with_each_prompts_response(server: ServerProce
     assert "vocabulary" in whole[2]["error"]["message"]
 
 
+def test_tokens_stream_as_they_are_sampled_and_are_those_of_a_whole_answer(server: ServerProcess, model_name: str) -> None:
+    body = {"inputs": [[5, 6, 7]], "sampling_params": {"max_tokens": 20, "min_tokens": 20, "seed": 3, "num_samples": 2}}
+    with server.client() as http:
+        whole = http.post(f"/sampler/{model_name}/twinkle/sample", json=body).json()["samples"][0]
+        with http.stream("POST", f"/sampler/{model_name}/twinkle/sample_stream", json=body) as answer:
+            lines = [httpx.Response(200, text=line).json() for line in answer.iter_lines() if line]
+    assert len(lines) > 4  # in more pieces than there are sequences
+    for number, sequence in enumerate(whole["sequences"]):
+        mine = [line for line in lines if line.get("sequence") == number and "tokens" in line]
+        assert [token for line in mine for token in line["tokens"]] == sequence["tokens"]
+        assert [each for line in mine for each in line["logprobs"]] == pytest.approx(sequence["logprobs"])
+        assert "".join(line["text"] for line in mine) == sequence["decoded"]
+    assert lines[-1]["response"] == whole
+
+
+def test_openais_client_chats(server: ServerProcess, model_name: str) -> None:
+    openai = pytest.importorskip("openai")
+    alice = Tenant(server, model_name, adapter="chat").set_up()
+    alice.train(1)
+    weights = alice.post("save", name="w", checkpoint_type="sampler_weights")["twinkle_path"]
+    client = openai.OpenAI(base_url=f"{server.url}/api/v1", api_key=server.keys["alice"], max_retries=0, http_client=httpx.Client(trust_env=False))
+    assert [model.id for model in client.models.list()] == [model_name]
+    asked: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 12,
+        "seed": 1,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    for name in (model_name, weights, weights.replace("twinkle", "tinker", 1)):
+        whole = client.chat.completions.create(model=name, **asked)
+        assert (whole.model, len(whole.choices), whole.choices[0].finish_reason in ("stop", "length")) == (name, 2, True)
+        assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+        assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+        chunks = list(client.chat.completions.create(model=name, stream=True, stream_options={"include_usage": True}, **asked))
+        assert chunks[-1].usage == whole.usage
+        for choice in whole.choices:
+            mine = [each for chunk in chunks for each in chunk.choices if each.index == choice.index]
+            assert "".join(each.delta.content or "" for each in mine) == choice.message.content
+            assert mine[-1].finish_reason == choice.finish_reason
+    with pytest.raises(openai.NotFoundError, match="no sampler"):
+        client.chat.completions.create(model="nothing", **asked)
+    with pytest.raises(openai.UnprocessableEntityError, match="presence_penalty"):
+        client.chat.completions.create(model=model_name, presence_penalty=1.0, **asked)
+    with pytest.raises(openai.UnprocessableEntityError, match="vLLM"):
+        client.chat.completions.create(model=model_name, response_format={"type": "json_object"}, stream=True, **asked)
+    others = openai.OpenAI(base_url=f"{server.url}/api/v1", api_key=server.keys["bob"], max_retries=0, http_client=httpx.Client(trust_env=False))
+    with pytest.raises(openai.NotFoundError):
+        others.chat.completions.create(model=weights, **asked)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/api/v1", api_key="tml-none", http_client=httpx.Client(trust_env=False)).models.list()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {10**6: 1.0}},
+        {"top_logprobs": 10**6},
+        {"stop_token_ids": [10**6], "min_tokens": 1},
+        {"temperature": 1e-320},
+        {"structured_output": {"json_object": True}},
+    ],
+)
+def test_options_out_of_range_spoil_their_own_prompt_only(server: ServerProcess, model_name: str, params: dict[str, Any]) -> None:
+    body = {"inputs": [[5, 6], [5, 6]], "sampling_params": [{"max_tokens": 2, **params}, {"max_tokens": 2}]}
+    with server.client() as http:
+        answer = http.post(f"/sampler/{model_name}/twinkle/sample", json=body)
+    assert answer.status_code == 200, answer.text
+    wrong, right = answer.json()["samples"]
+    assert right["error"] is None
+    assert right["sequences"]
+    assert (wrong["error"] is None) == ("temperature" in params)
+
+
 def test_a_run_trained_beside_others_and_parked_is_bit_identical_to_one_trained_alone(server: ServerProcess, model_name: str) -> None:
     alone = Tenant(server, model_name, adapter="alone").set_up()
     start = alone.post("save", name="start")["twinkle_path"]
@@ -171,7 +246,7 @@ def test_wrong_calls_are_told_what_is_wrong(server: ServerProcess, model_name: s
         ("load", {"path": "/etc/passwd"}, 422),
         ("load", {"path": "twinkle://run-none/weights/x"}, 404),
         ("load", {"path": "none"}, 404),
-        ("upload_to_hub", {"path": "x", "repo_id": "y"}, 403),
+        ("upload_to_hub", {"path": "x", "repo_id": "y"}, 422),
     ]:
         answer = alice.try_post(verb, **arguments)
         assert answer.status_code == status, (verb, arguments, answer.text)

@@ -44,6 +44,10 @@ def link(entry: tarfile.TarInfo) -> None:
     entry.type, entry.linkname, entry.size = tarfile.SYMTYPE, "/etc/passwd", 0
 
 
+def sparse(entry: tarfile.TarInfo) -> None:
+    entry.type = tarfile.GNUTYPE_SPARSE
+
+
 def device(entry: tarfile.TarInfo) -> None:
     entry.type, entry.size = tarfile.CHRTYPE, 0
 
@@ -58,6 +62,10 @@ HOSTILE = {
     "twice": whole(("adapter/adapter_config.json", CONFIG)),
     "link": tar(("adapter/adapter_config.json", b""), edit=link),
     "device": tar(("adapter/adapter_config.json", b""), edit=device),
+    "sparse": tar(("adapter/adapter_config.json", CONFIG), ("adapter/adapter_model.safetensors", b"x"), edit=sparse),
+    "other shape": tar(
+        ("adapter/adapter_config.json", CONFIG), ("adapter/adapter_model.safetensors", safetensors().replace(b'"shape": [4]', b'"shape": [5]'))
+    ),
     "weights missing": tar(("adapter/adapter_config.json", CONFIG)),
     "other rank": tar(("adapter/adapter_config.json", b'{"r": 8, "lora_alpha": 8}'), ("adapter/adapter_model.safetensors", safetensors())),
     "no configuration": tar(("adapter/adapter_config.json", b"[" * 3000), ("adapter/adapter_model.safetensors", safetensors())),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +18,7 @@ from ._heartbeat import Beats
 from ._settings import make_settings
 
 if TYPE_CHECKING:
-    from ._resources import CapacityInfo, Checkpoint, CheckpointPath, Cursor, CurvePoint, ServerCapabilities, TrainingRun, WeightsInfo
+    from ._resources import CapacityInfo, Checkpoint, CheckpointPath, CheckpointType, Cursor, CurvePoint, ServerCapabilities, TrainingRun, WeightsInfo
 
 
 class AsyncTwinkleClient:
@@ -146,6 +148,38 @@ class AsyncTwinkleClient:
     async def delete_checkpoint(self, run_id: str, checkpoint_id: str) -> bool:
         """Delete that checkpoint and nothing else; whether the server did. Raises NotFound."""
         return (await self.connection.run(_endpoints.delete_checkpoint(run_id, checkpoint_id))).success
+
+    async def download_checkpoint(self, run_id: str, checkpoint_id: str, path: str | os.PathLike[str]) -> Path:
+        """Fetch a checkpoint of one's own, or a public one, as a folder: `adapter/` in peft's format, `state/`, `manifest.json`. Returns `path`.
+
+        The folder is there when every file has the SHA-256 that the server says, and not before. A download that broke goes on where it was, also
+        when this is called again: what has come is in `path` + `.part`.
+
+        Raises:
+            Conflict: `path` is there already. NotFound: there is no such checkpoint. DamagedCheckpoint: what came is not what the server has.
+        """
+        from ._transfers import download_async
+
+        return await download_async(self.connection, _endpoints.download_checkpoint(run_id, checkpoint_id), Path(path))
+
+    async def upload_checkpoint(
+        self, run_id: str, name: str, path: str | os.PathLike[str], checkpoint_type: CheckpointType = "weights"
+    ) -> Checkpoint:
+        """Make a checkpoint of a run, to load and to sample from, of an adapter in peft's format: a folder with `adapter_config.json` and
+        `adapter_model.safetensors`, or one that `download_checkpoint` made. Rank and scaling must be the run's.
+
+        The server keeps nothing of a body whose SHA-256 is another than was sent with it. A broken upload is not repeated.
+
+        Raises:
+            InvalidRequest: no adapter, or one that does not fit the run. Conflict: there is a checkpoint of that name. QuotaExceeded: no room.
+        """
+        from ._transfers import upload_async
+
+        return await upload_async(self.connection, _endpoints.upload_checkpoint(run_id, name, checkpoint_type), Path(path))
+
+    async def end_training_run(self, run_id: str) -> bool:
+        """End a run: its adapter and optimizer are gone, its checkpoints stay, and its name may be used again. Raises NotFound."""
+        return (await self.connection.run(_endpoints.end_training_run(run_id))).success
 
     async def get_capacity_info(self) -> CapacityInfo:
         """How many adapters the server takes: `.max_loras`, `.used_loras`, `.free_loras`."""

@@ -172,7 +172,11 @@ class AsyncModel:
     async def upload_to_hub(
         self, path: str, repo_id: str, *, adapter_name: str = "", private: bool = True, token: str | None = None
     ) -> UploadStarted:
-        """Have the server upload a checkpoint to the Hugging Face hub; `upload_status` of the result's request_id tells how it goes."""
+        """Have the server upload a checkpoint to the Hugging Face hub; `upload_status` of the result's request_id tells how it goes.
+
+        twinkle-server refuses, since it sends nothing to other services: InvalidRequest says what to do instead (`client.download_checkpoint`, then
+        upload from there).
+        """
         return await self._run(self._calls.upload_to_hub(path=path, repo_id=repo_id, adapter_name=adapter_name, private=private, token=token))
 
     async def upload_status(self, request_id: str) -> UploadStatus:

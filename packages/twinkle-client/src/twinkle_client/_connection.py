@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar
 
 import httpx
@@ -129,6 +130,25 @@ class Connection:
                 wait_s = answered
             self._closed.wait(wait_s)
 
+    def stream(
+        self, call: Call[Any], request_id: str, headers: Mapping[str, str], content: Iterator[bytes] | None = None
+    ) -> AbstractContextManager[httpx.Response]:
+        """An answer whose body is read bit by bit. timeout_s is for each bit, not for the whole."""
+        self._require_open()
+        return self._http.stream(
+            call.method,
+            self._url(call),
+            content=content,
+            params=call.params or None,
+            headers=self.headers.of(call, request_id) | dict(headers),
+            timeout=httpx.Timeout(self.settings.timeout_s if content is None else None, connect=min(self.settings.timeout_s, 10.0)),
+        )
+
+    def pause(self, seconds: float) -> None:
+        """Waits before another attempt; raises ConfigError where the client is closed meanwhile."""
+        self._closed.wait(seconds)
+        self._require_open()
+
     def lines(self, call: Call[T]) -> Iterator[T]:
         """The lines of an answer that is a stream, each read as it comes. Not repeated."""
         request_id = uuid.uuid4().hex
@@ -208,6 +228,20 @@ class AsyncConnection:
                     return response.status_code, response.content
                 wait_s = answered
             await asyncio.sleep(wait_s)
+
+    def stream(
+        self, call: Call[Any], request_id: str, headers: Mapping[str, str], content: AsyncIterator[bytes] | None = None
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """An answer whose body is read bit by bit. timeout_s is for each bit, not for the whole."""
+        self._require_open()
+        return self._http.stream(
+            call.method,
+            self._url(call),
+            content=content,
+            params=call.params or None,
+            headers=self.headers.of(call, request_id) | dict(headers),
+            timeout=httpx.Timeout(self.settings.timeout_s if content is None else None, connect=min(self.settings.timeout_s, 10.0)),
+        )
 
     async def lines(self, call: Call[T]) -> AsyncIterator[T]:
         """The lines of an answer that is a stream, each read as it comes. Not repeated."""

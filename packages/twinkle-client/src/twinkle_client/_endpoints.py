@@ -76,6 +76,22 @@ def delete_checkpoint(run_id: str, checkpoint_id: str) -> Call[DeleteAnswer]:
     return Call(method="DELETE", path=path, read=DeleteAnswer.model_validate_json, is_repeatable=False)
 
 
+def download_checkpoint(run_id: str, checkpoint_id: str) -> Call[bytes]:
+    return Call(method="GET", path=f"{{prefix}}/download/{in_path(run_id, *checkpoint_id.split('/'))}", read=bytes)
+
+
+def upload_checkpoint(run_id: str, name: str, checkpoint_type: str) -> Call[Checkpoint]:
+    params = {"name": name} | ({"sampler": "true"} if checkpoint_type == "sampler_weights" else {})
+    # Not repeatable: the server would say that there is one of that name already.
+    path = f"{{prefix}}/training_runs/{in_path(run_id)}/upload"
+    return Call(method="POST", path=path, read=Checkpoint.model_validate_json, params=params, is_repeatable=False, is_long=True)
+
+
+def end_training_run(run_id: str) -> Call[DeleteAnswer]:
+    # Not repeatable: as delete_checkpoint.
+    return Call(method="DELETE", path=f"{{prefix}}/training_runs/{in_path(run_id)}", read=DeleteAnswer.model_validate_json, is_repeatable=False)
+
+
 def weights_info(twinkle_path: str) -> Call[WeightsInfo]:
     return ask("{prefix}/weights_info", WeightsInfoRequest(twinkle_path=twinkle_path), WeightsInfo)
 

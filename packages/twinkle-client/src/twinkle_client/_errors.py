@@ -5,6 +5,7 @@ ClientError
 +-- ConfigError (ValueError)             the client is set up in a way that cannot work; nothing was sent
 +-- Unreachable (ConnectionError)        no server answered: nothing listens, the name is unknown, the connection broke
 +-- DeadlineExceeded (TimeoutError)      the server did not answer in time
++-- DamagedCheckpoint (ValueError)       what was downloaded is not what the server has
 +-- SessionLost (RuntimeError)           the server does not know this client's session any more
 +-- RequestFailed (RuntimeError)         the server answered with an error; also the base of these
     +-- Unauthorized (PermissionError)   401, 403: no key, a wrong, expired or revoked one, or one without the scope
@@ -57,6 +58,10 @@ class Unreachable(ClientError, ConnectionError):
 
 class DeadlineExceeded(ClientError, TimeoutError):
     """The server did not answer in time. Whether it did the work is not known, unless the call carries an idempotency key."""
+
+
+class DamagedCheckpoint(ClientError, ValueError):
+    """A checkpoint that was downloaded is not, byte for byte, what the server has; nothing of it was kept."""
 
 
 class SessionLost(ClientError, RuntimeError):

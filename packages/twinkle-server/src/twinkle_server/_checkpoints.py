@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._errors import Busy, Conflict, Invalid, NotFound
+from ._errors import Busy, Conflict, Failed, Invalid, NotFound
 from ._folders import Folders
 from ._paths import CheckpointUri, check_name, parse_uri
 from .engine._trainer import TrainerBackend, check_whole
@@ -115,10 +115,22 @@ class Checkpoints:
         found, _ = self._store.page(Checkpoint, where={"run_id": run.id}, limit=100_000)
         return [checkpoint for checkpoint in found if not _is_over(checkpoint)]
 
-    def latest(self, run: Run, kind: CheckpointKind) -> Checkpoint | None:
-        """A run's newest checkpoint of a kind."""
-        found, _ = self._store.page(Checkpoint, where={"run_id": run.id, "kind": kind}, limit=1)
-        return found[0] if found and not _is_over(found[0]) else None
+    def latest(self, runs: Sequence[Run]) -> dict[tuple[str, str], Checkpoint]:
+        """The newest checkpoints of runs, by run and kind."""
+        return self._store.latest_checkpoints([run.id for run in runs], time.time())
+
+    def read(self, checkpoint: Checkpoint) -> Path:
+        """A checkpoint's folder, every byte of which is as it was written.
+
+        Raises NotFound where it was deleted meanwhile, Failed where it is damaged.
+        """
+        try:
+            return self.folders.verify(checkpoint.folder, checkpoint.digest)
+        except Failed:
+            now = self._store.find_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            if now is None or now.folder != checkpoint.folder:
+                raise NotFound(f"there is no checkpoint {CheckpointUri(checkpoint.run_id, checkpoint.kind, checkpoint.name)} any more") from None
+            raise
 
     def load(self, trainer: TrainerBackend, run: Run, checkpoint: Checkpoint, source: Run, *, with_state: bool) -> dict[str, Any]:
         """Puts a checkpoint into a run, in its trainer's thread. with_state: optimizer, schedule and counters too; returns its user_state then.
@@ -131,7 +143,7 @@ class Checkpoints:
             raise Conflict(
                 f"{CheckpointUri(source.id, checkpoint.kind, checkpoint.name)} holds no optimizer state: load it instead of resuming from it"
             )
-        folder = self.folders.verify(checkpoint.folder, checkpoint.digest)
+        folder = self.read(checkpoint)
         if not with_state:
             trainer.call(run, "load", path=str(folder / "adapter"))
             self._store.change(Run, run.id, steps=checkpoint.step)
@@ -161,6 +173,10 @@ class Checkpoints:
         used = self._store.checkpoint_bytes(tenant) - (0 if replaced is None else replaced.size_bytes)
         if used + size_bytes > self._quota_bytes:
             raise Busy(f"your checkpoints would take {used + size_bytes} bytes, and you have {self._quota_bytes}: delete some")
+
+    def room_bytes(self, tenant: str) -> int:
+        """How much the tenant may still keep."""
+        return max(self._quota_bytes - self._store.checkpoint_bytes(tenant), 0)
 
 
 def _is_over(checkpoint: Checkpoint) -> bool:

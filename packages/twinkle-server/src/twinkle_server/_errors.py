@@ -7,6 +7,7 @@ ServerError
    +- Unauthorized (PermissionError) 401
    +- Forbidden (PermissionError)   403
    +- NotFound (LookupError)        404  also: another tenant's
+   +- TooSlow (TimeoutError)        408  the body did not arrive in time
    +- Conflict (RuntimeError)       409
    +- Exhausted (LookupError)       410  an iterator's end, a session's
    +- TooLarge (ValueError)         413
@@ -15,9 +16,12 @@ ServerError
    +- Lost (RuntimeError)           500  the work was under way when the server stopped
    +- Failed (RuntimeError)         500  the work failed; details are in the log
    +- Unavailable (RuntimeError)    503
+   +- Full (OSError)                507  the server's disk is
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class ServerError(Exception):
@@ -78,6 +82,12 @@ class Exhausted(ApiError, LookupError):
     status = 410
 
 
+class TooSlow(ApiError, TimeoutError):
+    """408: the body did not arrive in time."""
+
+    status = 408
+
+
 class TooLarge(ApiError, ValueError):
     """413."""
 
@@ -110,8 +120,15 @@ class Unavailable(ApiError, RuntimeError):
     status = 503
 
 
+class Full(ApiError, OSError):
+    """507: the server's disk is full; nothing was kept."""
+
+    status = 507
+
+
 STATUS_ERRORS: dict[int, type[ApiError]] = {
-    each.status: each for each in (BadRequest, Unauthorized, Forbidden, NotFound, Conflict, Exhausted, TooLarge, Invalid, Busy, Failed, Unavailable)
+    each.status: each
+    for each in (BadRequest, Unauthorized, Forbidden, NotFound, TooSlow, Conflict, Exhausted, TooLarge, Invalid, Busy, Failed, Unavailable, Full)
 }
 """The error of each status."""
 
@@ -130,6 +147,8 @@ def describe(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     # A remote error derives from the original type and RemoteCallError; its text has the remote traceback after the message.
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return Full("the server's disk is full: nothing was kept; its operator has to make room")
     own = [base for base in type(error).__mro__ if base.__name__ not in ("RemoteError", "RemoteCallError")]
     speaking = any(base.__module__.partition(".")[0] in _SPEAKING for base in own)
     message = str(error.args[0]) if error.args and isinstance(error.args[0], str) else str(error)

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,11 @@ class Folders:
 
         known: names the folders that are wanted; asked after the folders were listed, so that one that is finished meanwhile is kept.
         """
-        oldest, gone = time.time() - min_age_s, []
-        found = [(folder, folder.stat().st_mtime) for folder in (*self._whole.iterdir(), *self._unfinished.iterdir())]
+        oldest, gone = time.time() - min_age_s, list[str]()
+        found: list[tuple[Path, float]] = []
+        for folder in (*self._whole.iterdir(), *self._unfinished.iterdir()):
+            with suppress(FileNotFoundError):  # a running server has just removed or renamed it
+                found.append((folder, folder.stat().st_mtime))
         wanted = set(known())
         for folder, at in found:
             if folder.name in wanted or at > oldest:

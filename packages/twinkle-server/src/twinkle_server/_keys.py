@@ -76,6 +76,12 @@ class KeyRing:
             return None
         return _checked(key, parsed[2])
 
+    def has_seen(self, given: str) -> bool:
+        """Whether a key was good once since the server started; it may have ended since. Does not block."""
+        parsed = _KEY.fullmatch(given)
+        key = None if parsed is None else self._seen.get(parsed[1], (None, 0.0))[0]
+        return parsed is not None and _checked(key, parsed[2]) is not None
+
     def check(self, given: str) -> Principal | None:
         """The owner of a key that is known, neither expired nor revoked. Blocks: it asks the database."""
         parsed = _KEY.fullmatch(given)

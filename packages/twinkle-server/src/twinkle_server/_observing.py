@@ -56,7 +56,9 @@ class Observer:
                 if logger.isEnabledFor(level):
                     told = {"method": scope["method"], "path": scope["path"][:500], "status": status, "ms": round(seconds * 1000, 2)}
                     more = {"size_bytes": size_bytes, "tenant": None if principal is None else principal.tenant}
-                    logger.log(level, "%s %s %d", scope["method"], route or scope["path"][:200], status, extra={**told, **more})
+                    # Escaped: a path that came percent-encoded may hold newlines, and what a terminal obeys.
+                    path = route or scope["path"][:200].encode("unicode_escape").decode()
+                    logger.log(level, "%s %s %d", scope["method"], path, status, extra={**told, **more})
                 if span is not None:
                     span.update_name(f"{scope['method']} {route}".strip())
                     span.set_attributes({"http.response.status_code": status, "http.route": route})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "template": {"max_length": int | None, "truncation": str, "system": str | None},
 }
 _MAX_BATCH = 65_536
+_ANSWERS = 4  # of one object, kept for requests that are sent again
 
 
 @dataclass
@@ -40,10 +42,10 @@ class _Held:
     value: Any
     options: dict[str, Any]
     model: str = ""
-    used_at: float = field(default_factory=time.time)
+    used_at: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
     iterator: Iterator[Any] | None = None
-    last: tuple[str, Any] | None = None
+    answers: OrderedDict[str, Any] = field(default_factory=OrderedDict[str, Any])
 
 
 class Processors:
@@ -64,29 +66,41 @@ class Processors:
         if processor_id is not None and processor_id in self._held:
             self._own(tenant, processor_id)
             return processor_id
-        with self._lock:
-            if sum(each.tenant == tenant for each in self._held.values()) >= self._config.limits.processors:
-                raise Busy(f"you have {self._config.limits.processors} datasets and loaders already")
+        self._check_room(tenant)
         options = body.options
         held = {"dataset": self._dataset, "dataloader": self._loader, "template": self._make_template}[kind](tenant, options)
         held_id = processor_id or f"prc-{secrets.token_hex(10)}"
         with self._lock:
-            self._held[held_id] = held
+            if held_id not in self._held:  # or the same request, sent again meanwhile, was faster
+                self._check_room(tenant)
+                self._held[held_id] = held
         return held_id
 
     def call(self, tenant: str, processor_id: str, function: str, arguments: Mapping[str, Any], key: str | None = None) -> Any:
         """Calls a function of the list; plain JSON. Raises Exhausted at an iterator's end.
 
-        key: of the request: the last call's answer is given again where it is sent again, so that no batch is lost with a connection.
+        key: of the request: the last few answers, an iterator's end among them, are given again where a request is sent again, so that no batch
+        is lost with a connection.
         """
         held = self._own(tenant, processor_id)
         if function not in _FUNCTIONS[held.kind]:
             raise Invalid(f"{function[:100]!r} is not on the list of a {held.kind}: {', '.join(sorted(_FUNCTIONS[held.kind]))}")
-        held.used_at = time.time()
+        held.used_at = time.monotonic()
         with held.lock:
-            if key is None or held.last is None or held.last[0] != key:
-                held.last = (key or "", getattr(self, f"_{held.kind}_call")(held, function, dict(arguments)))
-            return held.last[1]
+            if key is not None and key in held.answers:
+                answer = held.answers[key]
+            else:
+                try:
+                    answer = getattr(self, f"_{held.kind}_call")(held, function, dict(arguments))
+                except Exhausted as end:
+                    answer = end
+                if key is not None:
+                    held.answers[key] = answer
+                    while len(held.answers) > _ANSWERS:
+                        held.answers.popitem(last=False)
+        if isinstance(answer, Exhausted):
+            raise Exhausted(answer.detail)
+        return answer
 
     def template_options(self, tenant: str, processor_id: str, model: str) -> dict[str, Any]:
         """The options of a template that is held; Invalid for one of another model."""
@@ -97,10 +111,14 @@ class Processors:
 
     def expire(self, older_than_s: float) -> None:
         """Lets go of what was not used for so long."""
-        oldest = time.time() - older_than_s
+        oldest = time.monotonic() - older_than_s
         with self._lock:
             for name in [name for name, each in self._held.items() if each.used_at < oldest]:
                 del self._held[name]
+
+    def _check_room(self, tenant: str) -> None:
+        if sum(each.tenant == tenant for each in tuple(self._held.values())) >= self._config.limits.processors:
+            raise Busy(f"you have {self._config.limits.processors} datasets and loaders already")
 
     def _own(self, tenant: str, processor_id: str) -> _Held:
         held = self._held.get(processor_id)

@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ._config import ServerConfig
 from ._errors import Busy, Invalid, NotFound
+from ._folders import Folders
 from ._keys import Principal
 from ._paths import check_label
 from .store import Run, Session, Store
@@ -21,9 +22,10 @@ _LORA_FIELDS = frozenset({"r", "lora_alpha", "target_modules", "lora_dropout", "
 class Runs:
     """The runs of all tenants."""
 
-    def __init__(self, config: ServerConfig, store: Store) -> None:
+    def __init__(self, config: ServerConfig, store: Store, folders: Folders) -> None:
         self._config = config
         self._store = store
+        self._folders = folders
 
     def create(
         self,
@@ -83,6 +85,16 @@ class Runs:
         run = self._store.get(Run, run_id)
         if run is None or run.tenant != principal.tenant:
             raise NotFound(f"there is no training run {run_id[:200]}")
+        return run
+
+    def end(self, principal: Principal, run_id: str) -> Run:
+        """Ends the tenant's run, whose checkpoints stay; NotFound without one. Its adapter leaves memory with its trainer's next call."""
+        run = self.own(principal, run_id)
+        if run.ended_at is not None:
+            raise NotFound(f"there is no training run {run_id[:200]}")
+        self._store.end_run(run.id)
+        if run.parked is not None:
+            self._folders.remove(run.parked)
         return run
 
     def visible(self, principal: Principal, run_id: str) -> Run:

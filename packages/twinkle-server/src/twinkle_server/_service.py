@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,15 +48,17 @@ class Service:
         self.requests = Buckets(config.limits.requests_per_s, config.limits.request_burst)
         self.failed_logins = Buckets(config.limits.failed_logins_per_minute / 60, config.limits.failed_logins_per_minute)
         self.sessions = Sessions(config, self.store, self.io)
-        self.runs = Runs(config, self.store)
+        self.runs = Runs(config, self.store, self.folders)
         self.checkpoints = Checkpoints(self.store, self.folders, quota_bytes=config.limits.checkpoint_bytes, on_removed=self._forget_adapter)
         self.metrics = Metrics()
         self.tracing = Tracing(config.tracing)
+        self.receiving: Counter[str] = Counter()  # bytes of uploads under way, by tenant
         self.processors = Processors(config, self._template)
         self.calls = Calls(self)
         self.trainers: dict[str, TrainerBackend] = {}
         self.samplers: dict[str, SamplerBackend] = {}
         self._io = ThreadPoolExecutor(8, thread_name_prefix="io")
+        self._files = ThreadPoolExecutor(8, thread_name_prefix="files")
         self._tasks: list[asyncio.Task[None]] = []
         self._runtime: Any = None
         for model in config.models:
@@ -70,18 +74,24 @@ class Service:
                 )
 
     async def io(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Runs what blocks (the database, files) in a thread. The layers' own errors become those of requests."""
+        """Runs what blocks for moments (the database) in a thread. The layers' own errors become those of requests."""
+        return await self._in_thread(self._io, function, *arguments, **named)
 
+    async def file_io(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """As `io`, for what may take long (files, datasets): it does not hold up others' control requests."""
+        return await self._in_thread(self._files, function, *arguments, **named)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         def run() -> T:
             try:
                 return function(*arguments, **named)
             except Exception as error:  # told in the caller's words where a layer speaks of the request, else as it is
                 told = describe(error)
-                if told is error or told.status >= 500:
+                if told is error or isinstance(told, Failed):
                     raise
                 raise told from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._io, run)
+        return await asyncio.get_running_loop().run_in_executor(pool, run)
 
     async def start(self) -> None:
         """Takes up what is in the database, and begins to load models and to run calls; returns before the models are loaded."""
@@ -117,6 +127,7 @@ class Service:
         self.folders.unlock()
         await self.io(self.tracing.close)
         self._io.shutdown(wait=False)
+        self._files.shutdown(wait=False)
 
     def run_handler(self, handler: Handler, future: Future, value: Any) -> Reply:
         """Runs a call, in its queue's thread."""
@@ -140,7 +151,13 @@ class Service:
             if future.payload is None:
                 raise Failed("the call's payload is not there any more")
             value = handler.decode(future.payload)
-        return handler.run(context, value)
+        return replace(handler.run(context, value), points=tuple(context.points))
+
+    def drop(self, run: Run) -> None:
+        """Has the adapter of a run that has ended leave memory, in its trainer's thread, between calls."""
+        trainer = self.trainers.get(run.base_model)
+        if trainer is not None:
+            self.calls.queue(trainer_queue(run.base_model)).pool.submit(_drop, trainer, run.id)
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -232,6 +249,13 @@ def trainer_queue(model: str) -> str:
 def sampler_queue(model: str) -> str:
     """The name of a model's sampling queue."""
     return f"sampler:{model}"
+
+
+def _drop(trainer: TrainerBackend, run_id: str) -> None:
+    try:
+        trainer.drop(run_id)
+    except Exception:  # of a thread that nobody waits for
+        logger.exception("the adapter of %s could not be dropped", run_id)
 
 
 def _put_away(trainer: TrainerBackend) -> None:

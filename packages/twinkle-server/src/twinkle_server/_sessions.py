@@ -25,14 +25,13 @@ class Sessions:
         self._store = store
         self._io = io
         self._tenants: dict[str, str] = {}
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, float] = {}  # by a clock that does not jump
         self._unwritten: set[str] = set()
 
     async def start(self) -> None:
         """Takes up the sessions of an earlier server; each has the whole time to its next heartbeat."""
-        now = time.time()
         for session in await self._io(self._store.live_sessions):
-            self._tenants[session.id], self._seen[session.id] = session.tenant, now
+            self._tenants[session.id], self._seen[session.id] = session.tenant, time.monotonic()
 
     async def create(self, principal: Principal, metadata: Mapping[str, Any] | None = None, session_id: str | None = None) -> Session:
         """A new session; Busy beyond the tenant's number. session_id: given, a second call returns the first one's session."""
@@ -43,21 +42,28 @@ class Sessions:
         if sum(tenant == principal.tenant for tenant in self._tenants.values()) >= self._config.limits.sessions:
             raise Busy(f"you have {self._config.limits.sessions} live sessions already", retry_after_s=self._config.retention.session_s)
         now = time.time()
-        session = Session(id=f"ses-{secrets.token_hex(10)}", tenant=principal.tenant, metadata=dict(metadata or {}), created_at=now, seen_at=now)
+        session = Session(
+            id=session_id or f"ses-{secrets.token_hex(10)}", tenant=principal.tenant, metadata=dict(metadata or {}), created_at=now, seen_at=now
+        )
+        # Before it is written, so that it counts for requests that come meanwhile.
+        self._tenants[session.id], self._seen[session.id] = session.tenant, time.monotonic()
         try:
             await self._io(self._store.add, session)
         except IntegrityError:  # the same request, sent again meanwhile
             if (before := await self._io(self._store.get, Session, session.id)) is None or before.tenant != principal.tenant:
                 raise
             return before
-        self._tenants[session.id], self._seen[session.id] = session.tenant, now
+        except BaseException:
+            self._tenants.pop(session.id, None)
+            self._seen.pop(session.id, None)
+            raise
         return session
 
     def beat(self, principal: Principal, session_id: str) -> None:
         """A heartbeat. Raises NotFound for a session that is not the tenant's, or is over."""
         if self._tenants.get(session_id) != principal.tenant:
             raise NotFound(f"there is no live session {session_id[:100]}")
-        self._seen[session_id] = time.time()
+        self._seen[session_id] = time.monotonic()
         self._unwritten.add(session_id)
 
     async def check(self, principal: Principal, session_id: str) -> None:
@@ -80,7 +86,8 @@ class Sessions:
 
     def seen_at(self, session_id: str) -> float | None:
         """When a live session was last heard of, in seconds since 1970."""
-        return self._seen.get(session_id)
+        at = self._seen.get(session_id)
+        return None if at is None else time.time() - (time.monotonic() - at)
 
     @property
     def count(self) -> int:
@@ -90,17 +97,19 @@ class Sessions:
     async def round(self) -> None:
         """Writes heartbeats down, and ends sessions that had none for too long."""
         await self.flush()
-        oldest = time.time() - self._config.retention.session_s
+        oldest = time.monotonic() - self._config.retention.session_s
         for session_id in [name for name, at in self._seen.items() if at < oldest]:
-            await self._end(session_id)
+            if self._seen.get(session_id, oldest) < oldest:  # it may have beaten, or ended, while others were being ended
+                await self._end(session_id)
 
     async def flush(self) -> None:
         """Writes heartbeats down."""
-        seen = {name: self._seen[name] for name in self._unwritten if name in self._seen}
+        seen = {name: at for name in self._unwritten if (at := self.seen_at(name)) is not None}
         self._unwritten.clear()
         await self._io(self._store.touch_sessions, seen)
 
     async def _end(self, session_id: str) -> None:
         self._tenants.pop(session_id, None)
-        seen_at = self._seen.pop(session_id, time.time())
+        seen_at = self.seen_at(session_id) or time.time()
+        self._seen.pop(session_id, None)
         await self._io(self._store.change, Session, session_id, ended_at=time.time(), seen_at=seen_at)

@@ -5,11 +5,11 @@ import json
 import socket
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twinkle_data import DataError, SampledSequence, SampleResponse, SamplingParams, Template
+from twinkle_data import DataError, SampleResponse, SamplingParams, Template
+from twinkle_data.openai import ChatWriter, TextWriter, Writer
 
 from ._errors import AdapterNotLoaded, EngineMissing, PromptError, SamplerError, SamplingOptionError
 from ._pool import SamplerPool
@@ -56,7 +56,7 @@ def openai_app(
         data = [{"id": name, "object": "model", "created": created, "owned_by": "twinkle"} for name in (model_name, *adapters)]
         return {"object": "list", "data": data}
 
-    async def answer(request: Request, kind: type[ChatBody] | type[CompletionBody], shape: type[_Chat] | type[_Text]) -> Any:
+    async def answer(request: Request, kind: type[ChatBody] | type[CompletionBody], shape: type[ChatWriter] | type[TextWriter]) -> Any:
         try:
             body = kind.model_validate_json(await request.body())
             adapter = "" if body.model == model_name else body.model
@@ -84,11 +84,11 @@ def openai_app(
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        return await answer(request, ChatBody, _Chat)
+        return await answer(request, ChatBody, ChatWriter)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
-        return await answer(request, CompletionBody, _Text)
+        return await answer(request, CompletionBody, TextWriter)
 
     return app
 
@@ -138,91 +138,6 @@ class OpenAIServer:
         self.close()
 
 
-class _Writer:
-    """Turns responses into OpenAI's JSON."""
-
-    kind = ""
-    prefix = ""
-
-    def __init__(self, model: str, template: Template, params: SamplingParams) -> None:
-        self.template, self.params = template, params
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-    def whole(self, responses: Sequence[SampleResponse]) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
-        sequences = [sequence for response in responses for sequence in response.sequences]
-        prompt_tokens = sum(len(response.prompt_token_ids) for response in responses)
-        completion_tokens = sum(len(sequence.tokens) for sequence in sequences)
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
-        choices = [
-            {**self.choice(sequence), "index": index, **_extra(sequence), "prompt_token_ids": response.prompt_token_ids}
-            for index, (response, sequence) in enumerate((response, sequence) for response in responses for sequence in response.sequences)
-        ]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, "prompt_token_ids": responses[0].prompt_token_ids}
-
-    def choice(self, sequence: SampledSequence) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def piece(self, text: str, reason: str | None) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def chunk(self, text: str, sequence: SampledSequence | None = None) -> dict[str, Any]:
-        """A part of a stream; the last one has the sequence."""
-        choice = self.piece(text, None if sequence is None else _reason(sequence))
-        if sequence is not None:
-            choice |= _extra(sequence) | {"logprobs": self.choice(sequence)["logprobs"]}
-        return {**self.head, "object": self.kind + (".chunk" if self.kind == "chat.completion" else ""), "choices": [{"index": 0, **choice}]}
-
-    def text(self, sequence: SampledSequence) -> str:
-        """Without the stop text."""
-        return _without_stop(sequence.decoded, self.params.stop)
-
-    def token(self, token: int) -> str:
-        return self.template.decode([token])
-
-
-class _Chat(_Writer):
-    kind = "chat.completion"
-    prefix = "chatcmpl"
-
-    def choice(self, sequence: SampledSequence) -> dict[str, Any]:
-        content = None
-        if self.params.logprobs:
-            content = []
-            for place, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
-                top = [self._entry(other, value) for other, value in sequence.top_logprobs[place].items()] if sequence.top_logprobs else []
-                content.append({**self._entry(token, logprob), "top_logprobs": top})
-        message = {"role": "assistant", "content": self.text(sequence)}
-        return {"message": message, "finish_reason": _reason(sequence), "logprobs": None if content is None else {"content": content}}
-
-    def piece(self, text: str, reason: str | None) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": text}, "finish_reason": reason}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-class _Text(_Writer):
-    kind = "text_completion"
-    prefix = "cmpl"
-
-    def choice(self, sequence: SampledSequence) -> dict[str, Any]:
-        logprobs = None
-        if self.params.logprobs:
-            texts = [self.token(token) for token in sequence.tokens]
-            logprobs = {
-                "tokens": texts,
-                "token_logprobs": sequence.logprobs,
-                "top_logprobs": [{self.token(other): value for other, value in top.items()} for top in sequence.top_logprobs],
-                "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))],
-            }
-        return {"text": self.text(sequence), "finish_reason": _reason(sequence), "logprobs": logprobs}
-
-    def piece(self, text: str, reason: str | None) -> dict[str, Any]:
-        return {"text": text, "finish_reason": reason, "logprobs": None}
-
-
 async def _gathered(pool: SamplerPool, prompts: list[Any], params: SamplingParams, adapter: str) -> list[SampleResponse]:
     found: dict[int, SampleResponse] = {}
     async for index, response in pool.sample_async(prompts, params, adapter_name=adapter):
@@ -230,17 +145,14 @@ async def _gathered(pool: SamplerPool, prompts: list[Any], params: SamplingParam
     return [found[index] for index in range(len(prompts))]
 
 
-async def _stream(pool: SamplerPool, prompt: Any, writer: _Writer, adapter: str) -> AsyncIterator[dict[str, Any]]:
+async def _stream(pool: SamplerPool, prompt: Any, writer: Writer, adapter: str) -> AsyncIterator[dict[str, Any]]:
     """Chunks of text as it comes; what could still become part of a stop text or of a character is held back."""
-    longest = max((len(text) for text in writer.params.stop), default=0)
     sent = ""
     async for tokens, response in pool.stream(prompt, writer.params, adapter_name=adapter):
         if response is None:
-            text = str(writer.template.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)).rstrip("\ufffd")
-            text = text[: max(0, len(text) - longest)]
-            if len(text) > len(sent) and text.startswith(sent):
-                yield writer.chunk(text[len(sent) :])
-                sent = text
+            if text := writer.news(tokens, sent):
+                yield writer.chunk(text)
+                sent += text
             continue
         sequence = response.raise_for_error().sequences[0]
         yield writer.chunk(writer.text(sequence)[len(sent) :], sequence) | {"prompt_token_ids": response.prompt_token_ids}
@@ -259,19 +171,6 @@ async def _events(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) 
     except SamplerError as error:
         yield f"data: {json.dumps(_error(str(error), 'server_error'))}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def _reason(sequence: SampledSequence) -> str:
-    return "stop" if sequence.stop_reason == "stop" else "length"
-
-
-def _extra(sequence: SampledSequence) -> dict[str, Any]:
-    return {"token_ids": sequence.tokens, "weight_versions": sequence.weight_versions}
-
-
-def _without_stop(text: str, stop: Sequence[str]) -> str:
-    ends = [place for one in stop if (place := text.find(one)) >= 0]
-    return text[: min(ends)] if ends else text
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from twinkle_data import SamplingParams
+from twinkle_data.openai import message_of, structure_of
 
 from ._errors import SamplingOptionError
 
@@ -89,32 +90,11 @@ class ChatBody(_Body):
 
     def prompts(self) -> list[Any]:
         """The conversation."""
-        return [{"messages": [_message(message) for message in self.messages], "tools": self.tools}]
+        return [{"messages": [message_of(message) for message in self.messages], "tools": self.tools}]
 
     def params(self) -> SamplingParams:
         """How to sample. Raises FormatError, SamplingOptionError."""
         if self.top_logprobs and not self.logprobs:
             raise SamplingOptionError("top_logprobs needs logprobs=true")
         asked = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(**self._params(self.max_completion_tokens or self.max_tokens, asked, _structure(self.response_format)))
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content that comes in parts becomes one text; parts that are no text are an error."""
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            raise SamplingOptionError("messages may hold text only")
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content or ""}
-
-
-def _structure(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    kind = (response_format or {}).get("type", "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "json_schema" and response_format is not None:
-        return {"json": response_format["json_schema"]["schema"]}
-    raise SamplingOptionError(f"response_format of type {kind!r}: it may be text, json_object or json_schema")
+        return SamplingParams(**self._params(self.max_completion_tokens or self.max_tokens, asked, structure_of(self.response_format)))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .._errors import ApiError, Conflict, Failed, Lost, NotFound, Unavailable, describe, error_of
+from .._errors import ApiError, Busy, Conflict, Failed, Lost, NotFound, Unavailable, describe, error_of
 from .._keys import Principal
 from .._logging import log_context
-from ..store import Future, Run
+from ..store import Future, Point, Run
 from ._queue import CallQueue, Work
 
 if TYPE_CHECKING:
@@ -32,10 +31,11 @@ LOST = "the server stopped while this call ran. Whether it took effect is not kn
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a handler returns: the bytes that go to the client."""
+    """What a handler returns: the bytes that go to the client. points: what it measured, of the run's curves; from its context."""
 
     body: bytes
     media_type: str = JSON
+    points: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class Context:
     run: Run | None = None
     trainer: TrainerBackend | None = None
     sampler: SamplerBackend | None = None
+    points: list[Point] = field(default_factory=list[Point])
 
     @property
     def tenant(self) -> str:
@@ -62,11 +63,11 @@ class Context:
             raise Conflict("this call needs a run")
         return self.run
 
-    def measured(self, numbers: Mapping[str, float]) -> None:
-        """Adds a point to the run's curves."""
+    def measured(self, numbers: Mapping[str, float], step: int | None = None) -> None:
+        """Adds a point to the run's curves, which is stored with the call's outcome. step: the run's when not given."""
         run = self.the_run()
         finite = {name: float(number) for name, number in numbers.items() if math.isfinite(number)}
-        self.service.store.add_metrics(run.id, run.steps, finite)
+        self.points.append((run.id, run.steps if step is None else step, finite))
 
     def the_trainer(self) -> TrainerBackend:
         """The trainer; Conflict where the model has none."""
@@ -97,6 +98,7 @@ class Calls:
         self._handlers: dict[str, Handler] = {}
         self._queues: dict[str, CallQueue] = {}
         self._live: dict[str, Work] = {}
+        self._unstored: dict[str, tuple[Work, Reply | ApiError]] = {}
         self._is_open = False
 
     def register(self, kind: str, *, decode: Callable[[bytes], Any], run: Callable[[Context, Any], Reply]) -> None:
@@ -201,25 +203,37 @@ class Calls:
             created_at=time.time(),
         )
         work = Work(future, value, durable)
+        next_seq = 1 if run is None else run.next_seq
         if durable:
-            known = None if dedup is None else await self._service.io(self._service.store.find_future, principal.tenant, dedup)
-            if known is None:
-                line.check_room(principal.tenant, len(payload))
-            stored, is_new = await self._service.io(self._store, future) if known is None else (known, False)
-            if not is_new:
-                await self._service.io(_check_same, stored, future)
-                return stored
-            work.future = future = stored
-        else:
-            line.check_room(principal.tenant, len(payload))
-        try:
-            line.put(work, 1 if run is None else run.next_seq)
-        except ApiError as error:
-            if not durable:
-                raise
-            return await self._service.io(self._finish, work, error)
+            # To its end, whoever leaves: a call that is stored and in no queue would be waited for in vain.
+            return await asyncio.shield(self._enter(line, work, next_seq))
+        line.check_room(principal.tenant, len(payload))
+        line.put(work, next_seq)
         self._live[future.id] = work
         return future
+
+    async def _enter(self, line: CallQueue, work: Work, next_seq: int) -> Future:
+        """Stores a call and puts it into its queue; of a name that is known, returns the call that has it."""
+        future = work.future
+        try:
+            line.check_room(future.tenant, work.size_bytes)
+        except Busy:
+            known = None if future.dedup is None else await self._service.io(self._service.store.find_future, future.tenant, future.dedup)
+            if known is None:
+                raise
+            stored, is_new = known, False
+        else:
+            stored, is_new = await self._service.io(self._store, future)
+        if not is_new:
+            _check_same(stored, future)
+            return stored
+        work.future = stored
+        try:
+            line.put(work, next_seq)
+        except ApiError as error:
+            return await self._service.io(self._finish, work, error)
+        self._live[stored.id] = work
+        return stored
 
     async def wait(self, principal: Principal, future_id: str, timeout_s: float = 0.0) -> Future:
         """The future, once it is finished, or as it is after that time. Raises NotFound for one that the tenant does not have."""
@@ -228,8 +242,13 @@ class Calls:
             future = await self._service.io(self._service.store.get, Future, future_id)
         else:
             if work.future.tenant == principal.tenant and timeout_s > 0:
-                with contextlib.suppress(TimeoutError):
+                try:
                     await asyncio.wait_for(work.done.wait(), timeout_s)
+                except TimeoutError:
+                    pass
+                except asyncio.CancelledError:
+                    self._abandon(work)
+                    raise
             future = self._as_it_is(work)
         if future is None or future.tenant != principal.tenant:
             raise NotFound("there is no such future")
@@ -265,6 +284,20 @@ class Calls:
                 work.outcome = await self._service.io(self._finish, work, error)
                 work.done.set()
                 self._live.pop(work.future.id, None)
+        for work, outcome in list(self._unstored.values()):
+            try:
+                await self._service.io(self._finish, work, outcome)
+            except Exception:  # the database still does not answer; the next round may find it well
+                logger.exception("the outcome of %s could still not be stored", work.future.kind)
+                return
+            del self._unstored[work.future.id]
+            self._live.pop(work.future.id, None)
+
+    def _abandon(self, work: Work) -> None:
+        """Nobody waits any more for a call that nobody else can ask for: it need not begin."""
+        queue = self._queues.get(work.future.queue)
+        if not work.durable and queue is not None and queue.withdraw(work):
+            self._live.pop(work.future.id, None)
 
     def _as_it_is(self, work: Work) -> Future:
         if work.outcome is not None:
@@ -278,15 +311,13 @@ class Calls:
 
     def _finish(self, work: Work, outcome: Reply | ApiError) -> Future:
         """Stores what came of a call; blocks."""
-        if isinstance(outcome, Reply):
-            done = replace(work.future, status="done", payload=None, result=outcome.body, media_type=outcome.media_type, finished_at=time.time())
-            if work.durable:
-                self._service.store.finish_future(work.future.id, result=outcome.body, media_type=outcome.media_type)
-            return done
-        status, text = outcome.status, outcome.detail
-        if work.durable:
-            self._service.store.finish_future(work.future.id, error_status=status, error=text)
-        return replace(work.future, status="failed", payload=None, error_status=status, error=text, finished_at=time.time())
+        if work.durable and isinstance(outcome, Reply):
+            self._service.store.finish_future(work.future.id, result=outcome.body, media_type=outcome.media_type, points=outcome.points)
+        elif work.durable:
+            self._service.store.finish_future(work.future.id, error_status=outcome.status, error=outcome.detail)
+        elif isinstance(outcome, Reply) and outcome.points:
+            self._service.store.add_metrics(outcome.points)
+        return _ended(work.future, outcome)
 
     def _execute(self, work: Work) -> Future:
         """Runs a call, in its queue's thread. Whatever happens becomes its outcome. It is counted, timed, traced, and its log lines know it."""
@@ -304,20 +335,26 @@ class Calls:
         future = work.future
         try:
             if work.durable and not self._service.store.begin_future(future.id):
-                return self._finish(Work(future, durable=False), Failed("this call was ended before it began"))
+                self._live.pop(future.id, None)
+                return _ended(future, Failed("this call was ended before it began"))
             try:
                 outcome: Reply | ApiError = self._service.run_handler(self._handlers[future.kind], future, work.value)
             except (Exception, SystemExit) as error:  # whatever a call raises is the call's outcome, and the queue goes on
                 outcome = describe(error)
                 level = logging.ERROR if outcome.status >= 500 else logging.INFO
                 logger.log(level, "%s of %s failed: %s", future.kind, future.tenant, error, exc_info=outcome.status >= 500)
-            return self._finish(work, outcome)
-        except Exception:  # the database does not answer: the future stays as it is there, and the waiting client hears of it
-            logger.exception("the outcome of %s could not be stored", future.kind)
-            return replace(future, status="failed", error_status=500, error="the outcome could not be stored")
-        finally:
-            work.value = None
-            self._live.pop(future.id, None)
+        except Exception:  # the database does not answer, so this call has not begun
+            logger.exception("%s could not begin", future.kind)
+            outcome = Failed("the server's database does not answer; the call did not run")
+        work.value = None
+        try:
+            ended = self._finish(work, outcome)
+        except Exception:  # it is told from memory until the database answers again: see expire
+            logger.exception("the outcome of %s could not be stored; it is tried again", future.kind)
+            self._unstored[future.id] = (work, outcome)
+            return _ended(future, outcome)
+        self._live.pop(future.id, None)
+        return ended
 
 
 def reply_of(future: Future) -> Reply:
@@ -329,6 +366,14 @@ def reply_of(future: Future) -> Reply:
             raise Lost(LOST)
         raise error_of(future.error_status or 500, future.error or "the call failed")
     raise Unavailable(f"the call {future.id} has not finished; ask for it again", retry_after_s=1)
+
+
+def _ended(future: Future, outcome: Reply | ApiError) -> Future:
+    """The future with what came of it."""
+    whole = replace(future, payload=None, finished_at=time.time())
+    if isinstance(outcome, Reply):
+        return replace(whole, status="done", result=outcome.body, media_type=outcome.media_type)
+    return replace(whole, status="failed", error_status=outcome.status, error=outcome.detail)
 
 
 def _digest(future: Future) -> str:

@@ -141,6 +141,17 @@ class CallQueue:
         self._bytes[tenant] = self._bytes.get(tenant, 0) + work.size_bytes
         self._wake.set()
 
+    def withdraw(self, work: Work) -> bool:
+        """Takes out a call that waits; False when it does not wait any more."""
+        key = work.future.run_id or work.future.id
+        line = self._lines.get(key)
+        if line is None or work not in line.ready:
+            return False
+        line.ready.remove(work)
+        self._count_out(work)
+        self._forget_if_empty(key, line)
+        return True
+
     def position(self, future_id: str) -> int | None:
         """How many calls arrived before this one and still wait; None when it does not wait."""
         waiting = [work for line in self._lines.values() for work in (*line.ready, *line.held.values())]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from twinkle_mesh import DeviceMesh
 from twinkle_remote import remote_class, remote_function
 
 _Matrices = dict[str, tuple[torch.Tensor, torch.Tensor, float]]
+Progress = tuple[list[int], list[float]]
+_COLDEST = 1e-5  # below it logits overflow
 
 
 @remote_class(execute="all")
@@ -43,6 +46,7 @@ class TorchSampler:
         self._max_length = int(getattr(self._model.config, "max_position_embeddings", 1 << 20))
         self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
         self._adapters: dict[str, _Matrices] = {}
+        self._lock = threading.Lock()
 
     @classmethod
     def __worker_env__(cls, device_type: str) -> dict[str, str]:
@@ -63,21 +67,27 @@ class TorchSampler:
             raise FormatError(f"there are {len(inputs)} inputs but sampling_params for {len(each)}")
         matrices = self._adapters[adapter_name] if adapter_name else {}
         responses: list[SampleResponse] = []
-        with ExitStack() as stack, torch.inference_mode():
-            for name, (a, b, scaling) in matrices.items():
-                handle = self._model.get_submodule(name).register_forward_hook(_adding(a, b, scaling))
-                stack.callback(handle.remove)
-            for index, (item, given) in enumerate(zip(inputs, each, strict=True)):
-                params = given if isinstance(given, SamplingParams) else SamplingParams(**dict(given or {}))
-                if num_samples is not None:
-                    params = replace(params, num_samples=num_samples)
-                if not isinstance(sampling_params, (list, tuple)) and params.seed is not None:
-                    params = replace(params, seed=params.seed + index)  # or equal prompts would get equal completions
-                try:
-                    responses.append(self._respond(self._prompt(item), params))
-                except (FormatError, ValueError) as error:
-                    responses.append(SampleResponse(sequences=[], prompt_token_ids=[], error=error))
+        for index, (item, given) in enumerate(zip(inputs, each, strict=True)):
+            params = given if isinstance(given, SamplingParams) else SamplingParams(**dict(given or {}))
+            if num_samples is not None:
+                params = replace(params, num_samples=num_samples)
+            if not isinstance(sampling_params, (list, tuple)) and params.seed is not None:
+                params = replace(params, seed=params.seed + index)  # or equal prompts would get equal completions
+            try:
+                *_, response = self._steps(self._prompt(item), params, matrices)
+            except (FormatError, ValueError) as error:
+                response = SampleResponse(sequences=[], prompt_token_ids=[], error=error)
+            assert isinstance(response, SampleResponse), "the last of the steps"
+            responses.append(response)
         return responses
+
+    @remote_function(dispatch="all", collect="first")
+    def stream(self, item: Any, params: SamplingParams, adapter_name: str = "") -> Iterator[list[Progress] | SampleResponse]:
+        """As `sample` for one prompt: after each step the tokens and log-probabilities so far of each completion, and last of all the response."""
+        try:
+            yield from self._steps(self._prompt(item), params, self._adapters[adapter_name] if adapter_name else {})
+        except (FormatError, ValueError) as error:
+            yield SampleResponse(sequences=[], prompt_token_ids=[], error=error)
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def load_adapter(self, adapter_name: str, path: str) -> None:
@@ -114,13 +124,12 @@ class TorchSampler:
             raise FormatError(f"the prompt has {len(item)} tokens, and the model takes {self._max_length}")
         return item
 
-    def _respond(self, prompt: InputFeature, params: SamplingParams) -> SampleResponse:
-        if params.structured_output is not None:
-            raise FormatError("structured_output needs the vLLM sampler")
+    def _steps(self, prompt: InputFeature, params: SamplingParams, matrices: _Matrices) -> Iterator[list[Progress] | SampleResponse]:
+        self._check(params)
         prompt_T = torch.as_tensor(prompt.input_ids, device=self._device)
         room = self._max_length - len(prompt)
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        output = self._model(input_ids=prompt_T.expand(params.num_samples, -1), use_cache=True)
+        output = self._forward(matrices, prompt_T.expand(params.num_samples, -1), None)
         prompt_logprobs: list[float] = []
         if params.prompt_logprobs:
             logprobs_TV = output.logits[0].float().log_softmax(-1)
@@ -130,20 +139,46 @@ class TorchSampler:
         ends = set(self._template.eos_token_ids) | set(params.stop_token_ids)
         rows = [_Row() for _ in range(params.num_samples)]
         for step in range(limit):
-            logits_NV = self._biased(output.logits[:, -1].float(), params, ends if step < params.min_tokens else set())
-            logprobs_NV = (logits_NV / (params.temperature or 1.0)).log_softmax(-1)
-            tokens_N = _draw(logprobs_NV, params, generator)
-            for index, row in enumerate(rows):
-                if row.reason is None:
-                    self._append(row, int(tokens_N[index]), logprobs_NV[index], params, ends)
+            tokens_N = self._draw_step(output.logits[:, -1], params, ends, step, rows, generator)
+            yield [(row.tokens, row.logprobs) for row in rows]
             if all(row.reason is not None for row in rows):
                 break
             if step + 1 < limit:
-                output = self._model(input_ids=tokens_N[:, None], past_key_values=output.past_key_values, use_cache=True)
+                output = self._forward(matrices, tokens_N[:, None], output.past_key_values)
         sequences = [self._sequence(prompt, row, params) for row in rows]
-        return SampleResponse(
+        yield SampleResponse(
             sequences=sequences, prompt_token_ids=prompt.input_ids.tolist(), user_data=prompt.user_data, prompt_logprobs=prompt_logprobs
         )
+
+    def _check(self, params: SamplingParams) -> None:
+        if params.structured_output is not None:
+            raise FormatError("structured_output needs the vLLM sampler")
+        if params.top_logprobs > self._vocab_size:
+            raise FormatError(f"top_logprobs is {params.top_logprobs}, and the model's vocabulary has {self._vocab_size}")
+        for name in ("logit_bias", "stop_token_ids"):
+            if wrong := [token for token in getattr(params, name) if not 0 <= token < self._vocab_size]:
+                raise FormatError(f"{name} has the token {wrong[0]}, and the model's vocabulary has {self._vocab_size}")
+
+    @torch.inference_mode()
+    def _forward(self, matrices: _Matrices, tokens_NT: torch.Tensor, cache: Any) -> Any:
+        # The adapter is on the model for this call only: others' calls come between two steps.
+        with self._lock, ExitStack() as stack:
+            for name, (a, b, scaling) in matrices.items():
+                handle = self._model.get_submodule(name).register_forward_hook(_adding(a, b, scaling))
+                stack.callback(handle.remove)
+            return self._model(input_ids=tokens_NT, past_key_values=cache, use_cache=True)
+
+    @torch.inference_mode()
+    def _draw_step(
+        self, logits_NV: torch.Tensor, params: SamplingParams, ends: set[int], step: int, rows: list[_Row], generator: torch.Generator
+    ) -> torch.Tensor:
+        biased_NV = self._biased(logits_NV.float(), params, ends if step < params.min_tokens else set())
+        logprobs_NV = (biased_NV / max(params.temperature or 1.0, _COLDEST)).log_softmax(-1)
+        tokens_N = _draw(logprobs_NV, params, generator)
+        for index, row in enumerate(rows):
+            if row.reason is None:
+                self._append(row, int(tokens_N[index]), logprobs_NV[index], params, ends)
+        return tokens_N
 
     def _biased(self, logits_NV: torch.Tensor, params: SamplingParams, banned: set[int]) -> torch.Tensor:
         for token, bias in params.logit_bias.items():

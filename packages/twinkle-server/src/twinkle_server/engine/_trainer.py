@@ -28,7 +28,7 @@ _FINISHING = frozenset({"step", "zero_grad", "clip_grad_and_step", "load", "resu
 _ACCUMULATING = frozenset({"forward", "calculate_loss", "backward", "forward_backward", "clip_grad_norm"})
 _RESTORING = frozenset({"load", "resume_from_checkpoint"})
 _MAX_TEMPLATES = 64
-_DEAD = frozenset({"WorkerDiedError", "ComponentLostError", "CallTimeoutError"})
+DEAD = frozenset({"WorkerDiedError", "ComponentLostError", "CallTimeoutError"})
 
 
 @dataclass
@@ -199,7 +199,7 @@ class TrainerBackend:
             result = getattr(self._model, verb)(**arguments, **named)
             return result.get() if isinstance(result, LazyResult) else result
         except Exception as error:  # by name: the layer that lost the workers may be any of the engines'
-            if _DEAD & {base.__name__ for base in type(error).__mro__}:
+            if DEAD & {base.__name__ for base in type(error).__mro__}:
                 self._start_again()
             raise
 
@@ -244,15 +244,16 @@ class TrainerBackend:
     def _idle(self) -> _Resident | None:
         """The adapter that makes way for another: idle for longest, and not in the middle of a step unless it has been for too long."""
         oldest = time.monotonic() - self._step_idle_s
+        residents = tuple(self._residents.values())  # the event loop asks, too, while calls change it
         return next(
-            (each for each in self._residents.values() if not each.is_mid_step),
-            next((each for each in self._residents.values() if each.used_at < oldest), None),
+            (each for each in residents if not each.is_mid_step),
+            next((each for each in residents if each.used_at < oldest), None),
         )
 
     def _park(self, resident: _Resident) -> None:
-        if resident.is_dirty:
+        run = self._store.get(Run, resident.run_id)
+        if resident.is_dirty and not (run is not None and run.ended_at is not None):
             written = self._folders.write(lambda folder: self.save_state(resident.adapter, folder / "state"), {"kind": "parked"})
-            run = self._store.get(Run, resident.run_id)
             self._store.change(Run, resident.run_id, parked=written.name, dirty=False)
             resident.is_dirty = False
             if run is not None and run.parked is not None:

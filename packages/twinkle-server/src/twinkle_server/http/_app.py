@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -23,6 +23,7 @@ from .._observing import Observer
 from .._service import Service
 from ..native import include_native
 from ..tinker import include_tinker
+from ._auth import KeyFirst
 from ._json import validation_detail
 from ._limits import BodyLimit, RequestIds
 
@@ -43,6 +44,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         429: "A quota, a full queue or a rate",
         500: "The call failed, or was lost with the server",
         503: "Not ready, or stopping",
+        507: "The server's disk is full",
     }.items()
 }
 
@@ -90,6 +92,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         timeout_s=limits.body_timeout_s,
         is_stream=lambda scope: scope["path"].endswith("/upload") and scope["method"] == "POST",
     )
+    app.add_middleware(KeyFirst, refuse=_api_error)  # pyright: ignore[reportArgumentType]
     app.add_middleware(Observer, metrics=served.metrics, tracing=served.tracing)  # pyright: ignore[reportArgumentType]
     app.add_middleware(RequestIds)  # pyright: ignore[reportArgumentType]
     return app
@@ -104,19 +107,27 @@ async def _api_error(request: Request, error: Exception) -> JSONResponse:
         headers["X-Twinkle-Error"] = "lost"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse({"detail": error.detail}, error.status, headers)
+    return _answer(request, error.detail, error.status, headers)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "it is registered for these"
-    return JSONResponse({"detail": validation_detail(error)}, 422)
+    return _answer(request, validation_detail(error), 422)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException), "it is registered for these"
-    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+    return _answer(request, error.detail, error.status_code, error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed [%s]", request.method, request.url.path, request.state.request_id, exc_info=error)
-    return JSONResponse({"detail": "the request failed on the server; its log has the reason under this request's id"}, 500)
+    return _answer(request, "the request failed on the server; its log has the reason under this request's id", 500)
+
+
+def _answer(request: Request, detail: Any, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    content: dict[str, Any] = {"detail": detail}
+    if request.url.path.endswith(("/chat/completions", "/models")):  # there OpenAI's clients look for the message
+        told = detail if isinstance(detail, str) else "; ".join(f"{'.'.join(each['loc'])}: {each['msg']}" for each in detail)
+        content["error"] = {"message": told, "type": "server_error" if status >= 500 else "invalid_request_error", "param": None, "code": None}
+    return JSONResponse(content, status, headers)

@@ -18,6 +18,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID = "X-Request-Id"
+# Methods whose routes read no body; what is sent all the same is not kept.
+BODILESS = ("GET", "HEAD", "OPTIONS")
 
 
 class RequestIds:
@@ -52,7 +54,7 @@ class BodyLimit:
         self._is_stream = is_stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_stream(scope):
+        if scope["type"] != "http" or scope["method"] in BODILESS or self._is_stream(scope):
             await self._app(scope, receive, send)
             return
         length = _header(scope, b"content-length")

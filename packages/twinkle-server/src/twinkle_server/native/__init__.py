@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from ._chat import chat_router, register_chat
 from ._control import control_router
 from ._futures import futures_router
 from ._models import models_router
@@ -22,6 +23,9 @@ def include_native(app: FastAPI, service: Service, prefix: str, api: str) -> Non
     app.include_router(control_router, prefix=prefix)
     app.include_router(futures_router, prefix=prefix)
     app.include_router(transfer_router, prefix=prefix)
+    register_chat(service)
+    app.include_router(chat_router, prefix=api)
+    app.include_router(chat_router, prefix=prefix, include_in_schema=False)  # the same, beside the other routes
     route_prefix = service.config.route_prefix
     app.include_router(models_router(service, route_prefix), prefix=api)
     app.include_router(samplers_router(service, route_prefix), prefix=api)

@@ -84,9 +84,7 @@ async def training_runs(request: Request, caller: Caller, limit: Limit = 20, off
 
     def read() -> wire.TrainingRuns:
         runs, count = service.store.page(Run, tenant=None if all_users else caller.tenant, limit=limit, offset=offset, where={"ended_at": None})
-        return wire.TrainingRuns(
-            training_runs=[run_of(service, run) for run in runs], cursor=wire.Cursor(limit=limit, offset=offset, total_count=count)
-        )
+        return wire.TrainingRuns(training_runs=runs_of(service, runs), cursor=wire.Cursor(limit=limit, offset=offset, total_count=count))
 
     return await service.io(read)
 
@@ -95,7 +93,7 @@ async def training_runs(request: Request, caller: Caller, limit: Limit = 20, off
 async def training_run(request: Request, caller: Caller, run_id: RunId) -> wire.TrainingRun:
     """A training run."""
     service = get_service(request)
-    return await service.io(lambda: run_of(service, service.runs.visible(caller, run_id)))
+    return await service.io(lambda: runs_of(service, [service.runs.visible(caller, run_id)])[0])
 
 
 @control_router.get("/training_runs/{run_id}/checkpoints")
@@ -104,32 +102,25 @@ async def run_checkpoints(request: Request, caller: Caller, run_id: RunId) -> wi
     service = get_service(request)
 
     def read() -> wire.Checkpoints:
-        run = service.runs.visible(caller, run_id)
+        run = service.runs.visible(caller, run_id)  # one that has ended, too: its checkpoints stay
         return wire.Checkpoints(checkpoints=[checkpoint_of(each, run) for each in service.checkpoints.of_run(run)])
 
     return await service.io(read)
 
 
-@control_router.get("/training_runs/{run_id}/curve")
-async def run_curve(
-    request: Request, caller: Caller, run_id: RunId, after: Annotated[int, Query(ge=0, le=1 << 53)] = 0, limit: Limit = 1000
-) -> wire.Curve:
-    """What a run's calls have measured: the last points behind the number `after`, oldest first."""
+@control_router.delete("/training_runs/{run_id}")
+async def end_run(request: Request, caller: Caller, run_id: RunId) -> wire.DeleteAnswer:
+    """Ends a run: its adapter and optimizer are gone, its checkpoints stay. Its name may be used again."""
     service = get_service(request)
 
-    def read() -> wire.Curve:
-        run = service.runs.visible(caller, run_id)
-        points = service.store.metrics(run.id, limit, after)
-        return wire.Curve(
-            points=[
-                wire.CurvePoint(
-                    number=each["number"], step=each["step"], time=_time(each["at"]), loss=each["measured"].get("loss"), measured=each["measured"]
-                )
-                for each in points
-            ]
-        )
+    def end() -> Run:
+        run = service.runs.end(caller, run_id)
+        service.audit(caller, "end_run", run.id, request_id(request))
+        return run
 
-    return await service.io(read)
+    run = await service.io(end)
+    service.drop(run)
+    return wire.DeleteAnswer(success=True)
 
 
 @control_router.get("/checkpoint_path/{run_id}/{checkpoint_id:path}")
@@ -164,10 +155,13 @@ async def weights_info(request: Request, caller: Caller, body: wire.WeightsInfoR
     return wire.WeightsInfo(training_run_id=run.id, base_model=run.base_model, model_owner=run.tenant, is_lora=True, lora_rank=run.lora.get("r", 8))
 
 
-def run_of(service: Service, run: Run) -> wire.TrainingRun:
-    """A run as the wire has it. Blocks."""
-    latest = {kind: service.checkpoints.latest(run, kind) for kind in ("weights", "sampler_weights")}
-    shown = {kind: None if each is None else checkpoint_of(each, run) for kind, each in latest.items()}
+def runs_of(service: Service, runs: list[Run]) -> list[wire.TrainingRun]:
+    """Runs as the wire has them. Blocks."""
+    latest = service.checkpoints.latest(runs)
+    return [_run(run, {kind: checkpoint_of(each, run) for (owner, kind), each in latest.items() if owner == run.id}) for run in runs]
+
+
+def _run(run: Run, latest: dict[str, wire.Checkpoint]) -> wire.TrainingRun:
     return wire.TrainingRun(
         training_run_id=run.id,
         base_model=run.base_model,
@@ -177,8 +171,8 @@ def run_of(service: Service, run: Run) -> wire.TrainingRun:
         corrupted=run.corrupted,
         lora_rank=run.lora.get("r", 8),
         last_request_time=_time(run.used_at),
-        last_checkpoint=shown["weights"],
-        last_sampler_checkpoint=shown["sampler_weights"],
+        last_checkpoint=latest.get("weights"),
+        last_sampler_checkpoint=latest.get("sampler_weights"),
         user_metadata=run.metadata or None,
     )
 

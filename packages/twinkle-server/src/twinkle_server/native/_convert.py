@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from twinkle_client import types as wire
 
@@ -55,8 +56,9 @@ def rows_of(inputs: Sequence[Any], encode: Any, *, max_rows: int, max_length: in
 
 
 def output_of(output: Any) -> bytes:
-    """A trainer's ModelOutput as the answer's bytes."""
-    return result_json(wire.ModelOutput, output)
+    """A trainer's ModelOutput as the answer's bytes. Its arrays may be long, so they are written as they are, without the wire type's checks."""
+    fields = {each.name: _plain(getattr(output, each.name, None)) for each in dataclasses.fields(wire.ModelOutput)}
+    return to_json({"result": fields}, inf_nan_mode="strings")
 
 
 def plain_row(value: Any) -> Any:
@@ -66,11 +68,6 @@ def plain_row(value: Any) -> Any:
     if kind is None:
         return value
     return _adapter(kind).dump_python(_adapter(kind).validate_python(_twin(value)), mode="json", exclude_none=True)
-
-
-def result_json(kind: Any, value: Any) -> bytes:
-    """`{"result": ...}` of a record's wire type, from the record of the layers."""
-    return b'{"result":' + record_json(kind, value) + b"}"
 
 
 def record_json(kind: Any, value: Any) -> bytes:
@@ -99,6 +96,12 @@ def check_loss(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         raise Invalid("; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False))) from None
     return {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked) if each.name in options}  # pyright: ignore[reportArgumentType]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _fields(value: Any) -> dict[str, Any]:

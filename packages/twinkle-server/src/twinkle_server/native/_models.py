@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from twinkle_client import types as wire
 
-from .._errors import Conflict, Forbidden, Invalid, NotFound
+from .._errors import Conflict, Invalid, NotFound
 from .._keys import Principal
 from .._paths import CheckpointUri, check_label, check_name
 from .._service import Service, trainer_queue
@@ -143,8 +143,8 @@ def _add_adapter(context: Context, body: wire.AddAdapter) -> bytes:
     run = context.the_run()
     try:
         context.the_trainer().touch(run)
-    except ValueError:
-        context.service.store.end_run(run.id)  # it cannot be: nobody should find it
+    except Exception:  # raised again
+        context.service.store.end_run(run.id)  # it is not there: nobody should find it, and its name may be tried again
         raise
     return _result(wire.AdapterAdded(adapter_name=body.adapter_name, training_run_id=run.id).model_dump())
 
@@ -281,8 +281,11 @@ def _load(with_state: bool) -> Handle:
 
 
 async def _upload_to_hub(request: Request, caller: Caller, model: ModelName, body: wire.UploadToHub) -> wire.UploadStarted:
-    """Refused: this server sends nothing to other services. Download the checkpoint, and upload it from there."""
-    raise Forbidden("this server sends nothing to other services: download the checkpoint, and upload it from there")
+    """Refused (422): this server sends nothing to other services. Download the checkpoint, and upload it from there."""
+    raise Invalid(
+        "this server sends nothing to other services, and has kept no token: fetch the checkpoint (client.download_checkpoint), and upload its "
+        "folder `adapter` from where you are (huggingface_hub.upload_folder)"
+    )
 
 
 async def _upload_status(request: Request, caller: Caller, model: ModelName, upload_id: str) -> wire.UploadStatus:

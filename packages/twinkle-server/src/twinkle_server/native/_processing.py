@@ -18,7 +18,7 @@ processing_router = APIRouter(route_class=StrictRoute, tags=["processor"])
 async def create_processor(request: Request, caller: Caller, body: wire.CreateProcessor) -> wire.ProcessorCreated:
     """Makes a dataset, a loader or a template, by a class of the list."""
     service = get_service(request)
-    made = await service.io(service.processors.create, caller.tenant, body, id_of_key("prc-", caller, request))
+    made = await service.file_io(service.processors.create, caller.tenant, body, id_of_key("prc-", caller, request))
     return wire.ProcessorCreated(processor_id=made)
 
 
@@ -27,5 +27,5 @@ async def call_processor(request: Request, caller: Caller, body: wire.CallProces
     """Calls a function of the list; 410 at an iterator's end. With an Idempotency-Key the same call is done once while the object lives."""
     service = get_service(request)
     key = id_of_key("", caller, request)
-    result = await service.io(service.processors.call, caller.tenant, body.processor_id, body.function, body.options, key)
+    result = await service.file_io(service.processors.call, caller.tenant, body.processor_id, body.function, body.options, key)
     return Response(to_json({"result": result}, inf_nan_mode="strings"), media_type="application/json")

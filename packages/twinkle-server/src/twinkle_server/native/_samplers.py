@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,17 +15,19 @@ from pydantic_core import from_json, to_json
 from sqlalchemy.exc import IntegrityError
 
 from twinkle_client import types as wire
+from twinkle_data.openai import Writer
 
 from .._errors import ApiError, Invalid, NotFound
 from .._keys import Principal
 from .._service import Service, sampler_queue
-from ..engine import Context, Reply, reply_of
+from ..engine import Context, Reply
 from ..http._auth import Caller, get_service, request_id
 from ..http._json import StrictRoute, parse_json
 from ..store import Sampler
 from ._answers import answer_call
 from ._convert import record_json, record_of
 from ._models import ModelName, find_weights, session_of, template_options
+from ._streams import backend_of, pieces, register_streams
 
 _MAX_COMPLETIONS = 4096
 
@@ -32,6 +35,7 @@ _MAX_COMPLETIONS = 4096
 def samplers_router(service: Service, prefix: str) -> APIRouter:
     """The routes; registers how their calls run."""
     router = APIRouter(route_class=StrictRoute, tags=["sampler"])
+    register_streams(service)
     for verb, (kind, result, run, text) in VERBS.items():
         service.calls.register(
             f"native.sampler.{verb}",
@@ -154,23 +158,45 @@ def _sample(context: Context, body: wire.Sample) -> bytes:
 
 
 async def _sample_stream(request: Request, caller: Caller, model: ModelName, body: wire.Sample) -> StreamingResponse:
-    """As `sample`, but each prompt's response is a line as soon as it is there: lines of JSON, each a SampleChunk."""
+    """As `sample`, but as it comes: lines of JSON, each a SampleChunk, with the tokens since the line before; a prompt's last has its response."""
     service = get_service(request)
     queue = sampler_queue(model)
     service.calls.queue(queue)
     whole = await _resolved(request, caller, model, body)
+    backend = backend_of(service, model)
+    template = await service.file_io(lambda: backend.template)
     params = whole.sampling_params
     parts = [
-        whole.model_copy(update={"inputs": [each], "sampling_params": params[index] if isinstance(params, list) else params})
+        whole.model_copy(
+            update={
+                "inputs": [each],
+                "sampling_params": _for_one(
+                    params[index] if isinstance(params, list) else params, whole.num_samples, index, isinstance(params, list)
+                ),
+            }
+        )
         for index, each in enumerate(whole.inputs)
     ]
-    calls = [asyncio.create_task(_one(service, caller, queue, index, part, request_id(request))) for index, part in enumerate(parts)]
 
     async def lines() -> AsyncIterator[bytes]:
+        found: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def one(index: int, part: wire.Sample) -> None:
+            try:
+                async for line in _one(service, caller, model, index, part, template, request_id(request)):
+                    found.put_nowait(line + b"\n")
+            finally:
+                found.put_nowait(None)
+
+        calls = [asyncio.create_task(one(index, part)) for index, part in enumerate(parts)]
+        left = len(calls)
         try:
-            for done in asyncio.as_completed(calls):
-                for line in await done:
-                    yield line + b"\n"
+            while left:
+                line = await found.get()
+                if line is None:
+                    left -= 1
+                else:
+                    yield line
         finally:
             for call in calls:
                 call.cancel()
@@ -178,21 +204,38 @@ async def _sample_stream(request: Request, caller: Caller, model: ModelName, bod
     return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
-async def _one(service: Service, caller: Principal, queue: str, index: int, part: wire.Sample, request: str) -> list[bytes]:
+def _for_one(params: Any, num_samples: int | None, index: int, is_own: bool) -> Any:
+    """The options of one prompt of a batch; where all share a seed, it differs by the prompt, as in `sample`."""
+    changes: dict[str, Any] = {} if num_samples is None else {"num_samples": num_samples}
+    if params.seed is not None and not is_own:
+        changes["seed"] = params.seed + index
+    return replace(params, **changes) if changes else params
+
+
+async def _one(service: Service, caller: Principal, model: str, index: int, part: wire.Sample, template: Any, request: str) -> AsyncIterator[bytes]:
     """The lines of one prompt."""
+    counts, texts = dict[int, int](), dict[int, str]()
+    writer = Writer(model, template, record_of(part.sampling_params))
     try:
-        payload = part.model_dump_json(exclude_unset=True).encode()
-        future = await service.calls.submit(caller, "native.sampler.sample", payload, queue=queue, value=part, request_id=request, durable=False)
-        reply = reply_of(await service.calls.wait(caller, future.id, service.config.limits.call_s))
+        async for item in pieces(service, caller, model, part, request):
+            if isinstance(item, list):
+                for number, (tokens, logprobs) in enumerate(item):
+                    begin = counts.get(number, 0)
+                    if len(tokens) > begin:
+                        text = writer.news(tokens, texts.get(number, ""))
+                        counts[number], texts[number] = len(tokens), texts.get(number, "") + text
+                        yield to_json({"index": index, "sequence": number, "tokens": tokens[begin:], "logprobs": logprobs[begin:], "text": text})
+                continue
+            response = from_json(record_json(wire.SampleResponse, item))
+            sequences = response["sequences"]
+            for number, each in enumerate(sequences):
+                begin, sent = counts.get(number, 0), texts.get(number, "")
+                rest = {"tokens": each["tokens"][begin:], "logprobs": each["logprobs"][begin:], "text": each["decoded"].removeprefix(sent)}
+                if rest["tokens"] or rest["text"]:
+                    yield to_json({"index": index, "sequence": number, **rest})
+            yield to_json({"index": index, "response": response})
     except ApiError as error:
-        return [to_json({"index": index, "error": error.detail})]
-    response = from_json(reply.body)["samples"][0]
-    sequences = response["sequences"]
-    chunks = [
-        {"index": index, "sequence": number, "tokens": each["tokens"], "logprobs": each["logprobs"], "text": each["decoded"]}
-        for number, each in enumerate(sequences)
-    ]
-    return [to_json(chunk) for chunk in [*chunks[:-1], (chunks[-1] if chunks else {"index": index}) | {"response": response}]]
+        yield to_json({"index": index, "error": error.detail})
 
 
 _NOTHING = b'{"result":null}'

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FutureStatus = Literal["queued", "running", "done", "failed"]
 CheckpointKind = Literal["weights", "sampler_weights"]
+# Of a run's curves: the run's id, the step, and what was measured.
+Point = tuple[str, int, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from . import _tables as tables
 from ._engine import migrate, open_engine
-from ._records import AuditEntry, Checkpoint, Future, Key, Run, Sampler, Session
+from ._records import AuditEntry, Checkpoint, Future, Key, Point, Run, Sampler, Session
 
 Record = TypeVar("Record", Key, Session, Run, Checkpoint, Sampler, Future)
 
@@ -67,6 +66,8 @@ class Store:
 
     def get(self, kind: type[Record], key: str) -> Record | None:
         """The record of that id."""
+        if "\0" in key:  # which PostgreSQL takes in no text
+            return None
         table = _TABLES[kind]
         with self._read() as connection:
             return _one(kind, connection.execute(select(table).where(table.c.id == key)).mappings().first())
@@ -137,6 +138,8 @@ class Store:
 
     def find_run(self, tenant: str, session_id: str | None, base_model: str, name: str) -> Run | None:
         """The newest run that a session gave that name (without a session: the tenant's newest of that name)."""
+        if "\0" in name + (session_id or "") + base_model:
+            return None
         table = tables.runs
         conditions = [table.c.tenant == tenant, table.c.base_model == base_model, table.c.name == name, table.c.ended_at.is_(None)]
         if session_id is not None:
@@ -145,10 +148,10 @@ class Store:
             return _one(Run, connection.execute(select(table).where(*conditions).order_by(table.c.number.desc()).limit(1)).mappings().first())
 
     def end_run(self, run_id: str) -> None:
-        """A run is over: it is not found any more. Its name and id may be used again."""
+        """A run is over: it is not found by its name any more, which may be used again, and its parked state is nobody's."""
         with self._write() as connection:
-            gone = f"{run_id[:100]}-{secrets.token_hex(6)}"
-            connection.execute(update(tables.runs).where(tables.runs.c.id == run_id).values(id=gone, ended_at=time.time()))
+            over = {"ended_at": time.time(), "dirty": False, "parked": None}
+            connection.execute(update(tables.runs).where(tables.runs.c.id == run_id).values(over))
 
     def mark_lost_runs(self) -> list[str]:
         """At a start: runs whose state was in memory only are corrupted now; their ids."""
@@ -158,10 +161,10 @@ class Store:
             connection.execute(update(table).where(table.c.dirty.is_(True)).values(dirty=False, corrupted=True))
             return lost
 
-    def add_metrics(self, run_id: str, step: int, measured: Mapping[str, float]) -> None:
-        """Numbers of a step, for curves."""
+    def add_metrics(self, points: Sequence[Point]) -> None:
+        """Numbers of steps, for curves."""
         with self._write() as connection:
-            connection.execute(insert(tables.metrics).values(run_id=run_id, step=step, at=time.time(), measured=dict(measured)))
+            _insert_points(connection, points)
 
     def metrics(self, run_id: str, limit: int = 1000, after: int = 0) -> list[dict[str, Any]]:
         """The last rows of a run's curves after a row number, oldest first: number, step, at, measured."""
@@ -179,6 +182,15 @@ class Store:
         query = select(table).where(table.c.run_id == run_id, table.c.kind == kind, table.c.name == name)
         with self._read() as connection:
             return _one(Checkpoint, connection.execute(query).mappings().first())
+
+    def latest_checkpoints(self, run_ids: Sequence[str], now: float) -> dict[tuple[str, str], Checkpoint]:
+        """The newest checkpoints of runs that have not expired, by run and kind."""
+        table = tables.checkpoints
+        live = and_(table.c.run_id.in_(run_ids), or_(table.c.expires_at.is_(None), table.c.expires_at > now))
+        newest = select(func.max(table.c.number)).where(live).group_by(table.c.run_id, table.c.kind)
+        with self._read() as connection:
+            found = [_record(Checkpoint, row) for row in connection.execute(select(table).where(table.c.number.in_(newest))).mappings()]
+            return {(each.run_id, each.kind): each for each in found}
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """Records a checkpoint in place of the one of its name, which is returned."""
@@ -256,8 +268,9 @@ class Store:
         media_type: str | None = None,
         error_status: int | None = None,
         error: str | None = None,
+        points: Sequence[Point] = (),
     ) -> None:
-        """Stores what came of a call; its payload is not needed any more."""
+        """Stores what came of a call, and what it measured; its payload is not needed any more."""
         table = tables.futures
         values: dict[str, Any] = {"payload": None, "finished_at": time.time()}
         if error_status is None:
@@ -266,6 +279,7 @@ class Store:
             values |= {"status": "failed", "error_status": error_status, "error": error}
         with self._write() as connection:
             connection.execute(update(table).where(table.c.id == future_id).values(**values))
+            _insert_points(connection, points)
 
     def recover_futures(self, lost: str) -> list[Future]:
         """At a start: calls that were running have failed with this error; those that had not begun are returned in order."""
@@ -312,6 +326,11 @@ _TABLES: dict[type[Any], Table] = {
     Sampler: tables.samplers,
     Future: tables.futures,
 }
+
+
+def _insert_points(connection: Connection, points: Sequence[Point]) -> None:
+    for run_id, step, measured in points:
+        connection.execute(insert(tables.metrics).values(run_id=run_id, step=step, at=time.time(), measured=dict(measured)))
 
 
 def _insert(connection: Connection, table: Table, record: Record) -> Record:

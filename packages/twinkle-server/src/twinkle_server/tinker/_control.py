@@ -201,9 +201,7 @@ async def training_runs(request: Request, caller: Caller, limit: Limit = 20, off
 
     def read() -> wire.TrainingRuns:
         runs, count = service.store.page(Run, tenant=caller.tenant, limit=limit, offset=offset)
-        return wire.TrainingRuns(
-            training_runs=[_run(service, run) for run in runs], cursor=wire.Cursor(offset=offset, limit=limit, total_count=count)
-        )
+        return wire.TrainingRuns(training_runs=_runs(service, runs), cursor=wire.Cursor(offset=offset, limit=limit, total_count=count))
 
     return await service.io(read)
 
@@ -212,7 +210,7 @@ async def training_runs(request: Request, caller: Caller, limit: Limit = 20, off
 async def training_run(request: Request, caller: Caller, run_id: SomeId) -> wire.TrainingRun:
     """A training run."""
     service = get_service(request)
-    return await service.io(lambda: _run(service, service.runs.own(caller, run_id)))
+    return await service.io(lambda: _runs(service, [service.runs.own(caller, run_id)])[0])
 
 
 @control_router.get("/training_runs/{run_id}/checkpoints", name="tinker_run_checkpoints")
@@ -292,9 +290,13 @@ async def _change(request: Request, caller: Principal, run_id: str, checkpoint_i
     await service.io(change)
 
 
-def _run(service: Service, run: Run) -> wire.TrainingRun:
-    """A run as the wire has it. Blocks."""
-    weights, sampler_weights = service.checkpoints.latest(run, "weights"), service.checkpoints.latest(run, "sampler_weights")
+def _runs(service: Service, runs: list[Run]) -> list[wire.TrainingRun]:
+    """Runs as the wire has them. Blocks."""
+    latest = service.checkpoints.latest(runs)
+    return [_run(run, latest.get((run.id, "weights")), latest.get((run.id, "sampler_weights"))) for run in runs]
+
+
+def _run(run: Run, weights: Checkpoint | None, sampler_weights: Checkpoint | None) -> wire.TrainingRun:
     return wire.TrainingRun(
         training_run_id=run.id,
         base_model=run.base_model,

@@ -142,7 +142,7 @@ def _optim_step(context: Context, body: wire.OptimStep) -> Reply:
     trainer.call(run, "adjust_optimizer", **settings)
     norm = trainer.call(run, "clip_grad_and_step", max_grad_norm=params.grad_clip_norm if params.grad_clip_norm > 0 else float("inf"))
     measured = dict(trainer.call(run, "calculate_metric"))
-    context.service.store.add_metrics(run.id, run.steps + 1, measured)
+    context.measured(measured, run.steps + 1)
     return _reply(type="optim_step", metrics={"grad_norm": float(norm)})
 
 
@@ -191,7 +191,9 @@ def _unload_model(context: Context, body: wire.UnloadModel) -> Reply:
 
 def _end(trainer: TrainerBackend, run: Run, context: Context) -> None:
     trainer.drop(run.id)
-    context.service.store.change(Run, run.id, ended_at=time.time(), dirty=False)
+    context.service.store.end_run(run.id)
+    if run.parked is not None:
+        context.service.folders.remove(run.parked)
 
 
 def _ttl(seconds: int | None) -> float | None:
