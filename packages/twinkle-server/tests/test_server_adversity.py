@@ -77,8 +77,12 @@ def a_run(service: Service, run_id: str = "run-1", **fields: Any) -> Run:
     return service.store.add(Run(id=run_id, created_at=now, used_at=now, **fields))
 
 
+def _write(path: Path) -> None:
+    path.write_text("x")
+
+
 def a_checkpoint(service: Service, run: Run, name: str = "x", **fields: Any) -> Checkpoint:
-    written = service.folders.write(lambda folder: (folder / "file").write_text("x") and None)
+    written = service.folders.write(lambda folder: _write(folder / "file"))
     fields = {"kind": "weights", "size_bytes": 1, "step": 1, "resumable": False, "created_at": time.time(), **fields}
     checkpoint = Checkpoint(run_id=run.id, tenant=run.tenant, name=name, folder=written.name, digest=written.digest, **fields)
     service.store.put_checkpoint(checkpoint)
@@ -415,7 +419,7 @@ def test_an_upload_that_stalls_or_is_beyond_the_quota_is_ended(tmp_path: Path) -
 
 def test_a_run_that_has_ended_leaves_no_state_behind(config: ServerConfig) -> None:
     async def body(client: httpx.AsyncClient, service: Service, keys: Keys) -> None:
-        parked = service.folders.write(lambda folder: (folder / "state").write_text("x") and None)
+        parked = service.folders.write(lambda folder: _write(folder / "state"))
         a_run(service, parked=parked.name)
         kept = a_checkpoint(service, a_run(service, "run-2"))
         assert (await client.delete("/training_runs/run-1", headers=_as(keys["bob"]))).status_code == 404

@@ -311,12 +311,14 @@ class Calls:
 
     def _finish(self, work: Work, outcome: Reply | ApiError) -> Future:
         """Stores what came of a call; blocks."""
-        if work.durable and isinstance(outcome, Reply):
-            self._service.store.finish_future(work.future.id, result=outcome.body, media_type=outcome.media_type, points=outcome.points)
+        store, key = self._service.store, work.future.id
+        if isinstance(outcome, ApiError):
+            if work.durable:
+                store.finish_future(key, error_status=outcome.status, error=outcome.detail)
         elif work.durable:
-            self._service.store.finish_future(work.future.id, error_status=outcome.status, error=outcome.detail)
-        elif isinstance(outcome, Reply) and outcome.points:
-            self._service.store.add_metrics(outcome.points)
+            store.finish_future(key, result=outcome.body, media_type=outcome.media_type, points=outcome.points)
+        elif outcome.points:
+            store.add_metrics(outcome.points)
         return _ended(work.future, outcome)
 
     def _execute(self, work: Work) -> Future:
