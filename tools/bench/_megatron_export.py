@@ -22,7 +22,10 @@ def main() -> None:
     from twinkle_mesh import DeviceMesh
 
     model = MegatronModel(path, device_mesh=DeviceMesh.from_sizes(world_size=size, tp_size=size, device_type="cpu"))
-    source = [tensor.detach().clone() for _, tensor in model.iter_weights()]
+    # Whole weights are on rank 0 only; the all-gathers need as many bytes everywhere.
+    shapes: list[list[tuple[int, ...]]] = [[tuple(tensor.shape) for _, tensor in model.iter_weights()]]
+    dist.broadcast_object_list(shapes, src=0)
+    source = [torch.randn(shape) for shape in shapes[0]]
     size_bytes = sum(tensor.nbytes for tensor in source)
     buffer = torch.empty(max(tensor.numel() for tensor in source))
     shards = [torch.empty(max(tensor.numel() for tensor in source) // size + 1) for _ in range(size)]

@@ -145,7 +145,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 # The others say little that test_megatron_parity.py does not.
-_QUICK = {"tp2 sp llama", "tp2 qwen2", "pp2 llama", "dp2 qwen3", "dp2 distributed optimizer, overlap"}
+_QUICK = {"tp2 sp llama", "pp2 llama", "dp2 distributed optimizer, overlap"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _QUICK else (pytest.mark.full,)) for name in TWO_RANKS])

@@ -18,6 +18,7 @@ from twinkle_train import (
     publish_checkpoint,
     read_checkpoint,
     remove_unfinished,
+    staged_folder,
 )
 from twinkle_train.testing import ReferenceTrainer, random_features
 
@@ -155,3 +156,27 @@ def test_a_folder_that_is_no_checkpoint_is_an_error_that_names_one(trained, tmp_
     (tmp_path / "run" / "one" / "checkpoint.json").write_text(json.dumps({**content, "format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
         trained.resume_from_checkpoint(tmp_path / "run" / "one")
+
+
+def test_what_is_no_checkpoint_is_never_replaced(trained, tmp_path):
+    for name, content in (("notes", {"notes.txt": "mine"}), ("run", {"checkpoint.json": "{}", "states/step-1/checkpoint.json": "{}"})):
+        for file, text in content.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+        with pytest.raises(FileExistsError, match="would be deleted"):
+            trained.save_checkpoint(tmp_path / name)
+        assert {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*") if path.is_file()} == set(content)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="it is a file"):
+        trained.save_checkpoint(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    trained.save_checkpoint(tmp_path / "empty")
+    trained.save_checkpoint(tmp_path / "empty")
+    assert list_checkpoints(tmp_path)[-1] == tmp_path / "empty"
+    with pytest.raises(FileExistsError, match=r"holds 'notes.txt'"), staged_folder(tmp_path / "notes"):
+        pass
+    with staged_folder(tmp_path / "weights") as folder:
+        (folder / "config.json").write_text("{}")
+    with staged_folder(tmp_path / "weights") as folder:
+        (folder / "config.json").write_text("[]")
+    assert (tmp_path / "weights" / "config.json").read_text() == "[]"

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from twinkle_data import InputFeature, InputProcessor, Message, Template, Trajectory
-from twinkle_train import CallOrderError, ConfigError, CrossEntropyLoss, InputError, LossOutput, NonFiniteError, TokenOutputs, UnknownAdapterError
+from twinkle_train import (
+    CallOrderError,
+    ConfigError,
+    CrossEntropyLoss,
+    InputError,
+    LossOutput,
+    Metric,
+    NonFiniteError,
+    TokenOutputs,
+    UnknownAdapterError,
+)
 from twinkle_train.testing import ReferenceTrainer, conformance, random_features, rollout_features, tiny_llama, tiny_qwen2, tiny_qwen3
 
 
@@ -46,15 +56,17 @@ class ForgottenNorm(ReferenceTrainer):
 class IgnoresMask(ReferenceTrainer):
     """Prompts are trained on too."""
 
-    def _micro_batches(self, features, micro_batch_size):
-        return [replace(b, loss_mask=b.valid.astype(np.float32)) for b in super()._micro_batches(features, micro_batch_size)]
+    def _collate(self, rows):
+        batch = super()._collate(rows)
+        return replace(batch, loss_mask=batch.valid.astype(np.float32))
 
 
 class IgnoresWeights(ReferenceTrainer):
     """Loss weights are dropped."""
 
-    def _micro_batches(self, features, micro_batch_size):
-        return [replace(b, loss_mask=(b.loss_mask > 0).astype(np.float32)) for b in super()._micro_batches(features, micro_batch_size)]
+    def _collate(self, rows):
+        batch = super()._collate(rows)
+        return replace(batch, loss_mask=(batch.loss_mask > 0).astype(np.float32))
 
 
 class IgnoresTemperature(ReferenceTrainer):
@@ -120,7 +132,7 @@ class ScalesStep(ReferenceTrainer):
 class ForwardOnlyDisturbs(ReferenceTrainer):
     """forward_only replaces the pending forward."""
 
-    def forward_only(self, inputs, micro_batch_size=None, adapter_name=""):
+    def forward_only(self, inputs, micro_batch_size=None, adapter_name="", **options):
         return super().forward(inputs, adapter_name=adapter_name)
 
 
@@ -135,17 +147,17 @@ class NoisyForwardOnly(ReferenceTrainer):
 class SkipsReduction(ReferenceTrainer):
     """Reports the local loss of the first rows only."""
 
-    def forward_backward(self, inputs, micro_batch_size=None, adapter_name=""):
-        output = super().forward_backward(inputs, micro_batch_size, adapter_name)
+    def forward_backward(self, inputs, micro_batch_size=None, adapter_name="", **options):
+        output = super().forward_backward(inputs, micro_batch_size, adapter_name, **options)
         return replace(output, loss=(output.loss or 0.0) * 1.00001)
 
 
 class ForgetsMetrics(ReferenceTrainer):
     """calculate_metric speaks of the last call only."""
 
-    def forward_backward(self, inputs, micro_batch_size=None, adapter_name=""):
+    def forward_backward(self, inputs, micro_batch_size=None, adapter_name="", **options):
         self.calculate_metric()
-        return super().forward_backward(inputs, micro_batch_size, adapter_name)
+        return super().forward_backward(inputs, micro_batch_size, adapter_name, **options)
 
 
 class SavesOldWeights(ReferenceTrainer):
@@ -223,6 +235,60 @@ class IgnoresAdjustedBetas(ReferenceTrainer):
         super()._adjust_optimizer(adapter_name, replace(config, betas=(0.9, 0.99)))
 
 
+class ForgetsOrder(ReferenceTrainer):
+    """Rows of micro-batches by tokens come back in the micro-batches' order."""
+
+    def _micro_batches(self, features, micro_batch_size, micro_batch_tokens):
+        batches, order = super()._micro_batches(features, micro_batch_size, micro_batch_tokens)
+        return batches, range(len(order))
+
+
+class DropsLongRows(ReferenceTrainer):
+    """Micro-batches by tokens leave the longest row untrained."""
+
+    def _micro_batches(self, features, micro_batch_size, micro_batch_tokens):
+        batches, order = super()._micro_batches(features, micro_batch_size, micro_batch_tokens)
+        if micro_batch_tokens is not None:
+            batches[0] = replace(batches[0], loss_mask=batches[0].loss_mask * 0)
+        return batches, order
+
+
+class ChangesDistributions(ReferenceTrainer):
+    """What is asked for beside log-probabilities is changed."""
+
+    change: Any
+
+    def _forward(self, adapter_name, batch):
+        outputs = super()._forward(adapter_name, batch)
+        return outputs if outputs.logits_BTV is None else replace(outputs, **type(self).change(outputs))
+
+
+class DropsTemperatureOfTop(ChangesDistributions):
+    change = staticmethod(lambda outputs: {"top_logprobs_BTK": outputs.logits_BTV.log_softmax(-1).topk(5)[0]})
+
+
+class ShiftsTop(ChangesDistributions):
+    change = staticmethod(lambda outputs: {"top_tokens_BTK": outputs.top_tokens_BTK.roll(1, 1)})
+
+
+class ShiftsLogits(ChangesDistributions):
+    change = staticmethod(lambda outputs: {"logits_BTV": outputs.logits_BTV.roll(1, 1)})
+
+
+class MeasuresFirstMicroBatch(ReferenceTrainer):
+    """Metrics that were added see the first micro-batch only."""
+
+    def add_metric(self, metric, *, adapter_name="", **options):
+        measure = metric(**options)
+        seen = []
+
+        def first_only(inputs):
+            seen.append(inputs)
+            return measure(inputs) | ({} if len(seen) == 1 else {"surprise": Metric(0.0, 0.0)})
+
+        super().add_metric(first_only, adapter_name=adapter_name)
+
+
 class DecaysNorms(ReferenceTrainer):
     def _adjust_optimizer(self, adapter_name, config):
         super()._adjust_optimizer(adapter_name, config)
@@ -264,6 +330,12 @@ class DecaysNorms(ReferenceTrainer):
         (ForgetsMomentsWhenAdjusted, _alone(conformance.check_adjusted_optimizer), "weights after adjust_optimizer"),
         (IgnoresAdjustedBetas, _alone(conformance.check_adjusted_optimizer), "weights after adjust_optimizer"),
         (DecaysNorms, _alone(conformance.check_adjusted_optimizer), "weights after adjust_optimizer"),
+        (ForgetsOrder, _alone(conformance.check_token_budget), "log-probabilities by a budget"),
+        (DropsLongRows, _alone(conformance.check_token_budget), "loss by a budget"),
+        (DropsTemperatureOfTop, _beside(conformance.check_distributions), "log-probabilities of the likeliest"),
+        (ShiftsTop, _beside(conformance.check_distributions), "likeliest tokens of row"),
+        (ShiftsLogits, _beside(conformance.check_distributions), "logits"),
+        (MeasuresFirstMicroBatch, _beside(conformance.check_added_metric), "added metric 'surprise'"),
         (AllowsAnyOrder, _alone(conformance.check_call_order), "step without gradients"),
     ],
 )
@@ -308,6 +380,57 @@ def test_the_loss_is_that_of_the_hugging_face_model(trainer):
         want = trainer._model(input_ids=torch.as_tensor(row.input_ids)[None], labels=labels, use_cache=False).loss
     assert output.loss == pytest.approx(float(want), abs=1e-6)
     assert output.loss_weight == (row.labels[1:] != -100).sum()
+
+
+def test_metrics_that_were_added_are_an_adapters_own_and_have_names_of_their_own(trainer):
+    rows = [InputFeature(input_ids=np.array([3, 4, 5, 6]))]
+    trainer.add_metric(lambda inputs: {"tokens": Metric(inputs.mask_BT.sum(), 1.0)})
+    trainer.set_loss("cross_entropy")
+    assert trainer.forward_backward(rows).metrics["tokens"] == 3.0
+    trainer.zero_grad()
+    trainer.forward(rows)
+    trainer.calculate_loss()
+    assert trainer.calculate_metric()["tokens"] == 3.0
+    trainer.add_metric(lambda inputs: {"tokens": Metric(1.0, 1.0)})
+    with pytest.raises(ConfigError, match="tokens is measured twice"):
+        trainer.forward_backward(rows)
+    with pytest.raises(ConfigError, match="a metric is a class"):
+        trainer.add_metric("accuracy")
+    with pytest.raises(UnknownAdapterError):
+        trainer.add_metric(lambda inputs: {}, adapter_name="other")
+
+
+def test_what_ctrl_c_interrupts_is_not_added_to(trainer):
+    rows = random_features()
+    trainer.forward_backward(rows, 2)
+    want = trainer.export_gradients()
+    trainer.zero_grad()
+    calls = []
+
+    def interrupted(inputs):
+        calls.append(inputs)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return CrossEntropyLoss()(inputs)
+
+    trainer.set_loss(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.forward_backward(rows, 2)
+    with pytest.raises(CallOrderError, match="after an error: the gradients are unusable; call zero_grad"):
+        trainer.forward_backward(rows, 2)
+    with pytest.raises(CallOrderError, match="after an error"):
+        trainer.step()
+    trainer.zero_grad()
+    trainer.forward_backward(rows, 2)
+    have = trainer.export_gradients()
+    assert all(np.array_equal(have[name], gradient) for name, gradient in want.items())
+    step, trainer._optimizer.step = trainer._optimizer.step, lambda: interrupted(None)
+    calls[:] = calls[:1]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step()
+    with pytest.raises(CallOrderError, match="after an error"):
+        trainer.step()
+    trainer._optimizer.step = step
 
 
 def test_a_new_loss_begins_with_no_metrics(trainer):

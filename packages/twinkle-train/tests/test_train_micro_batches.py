@@ -15,7 +15,7 @@ from twinkle_train import (
     split_micro_batches,
     unshift_rows,
 )
-from twinkle_train._micro_batches import split_rows
+from twinkle_train._micro_batches import split_by_tokens, split_rows
 
 
 def rows(count: int) -> list[InputFeature]:
@@ -54,6 +54,36 @@ def test_wrong_sizes_and_no_rows_are_refused():
         split_micro_batches([])
     with pytest.raises(ConfigError, match="cannot hold"):
         split_micro_batches(rows(4), 1, count=2)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("count", [None, 7, 11])
+def test_rows_by_a_budget_of_tokens_stay_within_it_and_come_back_in_order(padded, count):
+    features = rows(9)  # of 3 to 11 tokens
+    parts, order = split_by_tokens(features, 14, padded=padded, count=count)
+    assert count is None or len(parts) == count
+    flat = [feature for part in parts for feature in part]
+    assert sorted(order) == list(range(len(flat)))
+    for index, feature in zip(order, flat, strict=True):
+        if index < 9:
+            assert feature is features[index]
+        else:
+            assert not InputProcessor()([feature]).loss_mask.any(), "a filler would be trained on"
+    for part in parts:
+        lengths = [len(feature) for feature in part]
+        assert (len(part) * max(lengths) if padded else sum(lengths)) <= 14
+    batches = [InputProcessor()(part) for part in parts]
+    back = split_rows(batches, [torch.as_tensor(batch.input_ids) for batch in batches], 9, order)
+    assert all(np.array_equal(mine, feature.input_ids) for mine, feature in zip(back, features, strict=True))
+
+
+def test_budgets_that_cannot_be_kept_are_refused():
+    with pytest.raises(InputError, match=r"inputs\[2\] has 5 tokens, and a micro-batch at most micro_batch_tokens=4"):
+        split_by_tokens(rows(3), 4, padded=True)
+    with pytest.raises(ConfigError, match="micro_batch_tokens must be >= 1"):
+        split_by_tokens(rows(3), 0, padded=True)
+    with pytest.raises(InputError, match="no rows"):
+        split_by_tokens([], 4, padded=True)
 
 
 def test_fields_that_only_some_rows_have_are_refused_even_across_micro_batches():

@@ -186,6 +186,10 @@ class ModelOutput:
         logprobs: for each sequence float32 `[T]`, aligned with its `input_ids` (index 0 is 0).
         entropy: the same of the predictive distribution's entropy, in nats.
         router_logits: for each sequence float32 `[T, layers, experts]`, of its own tokens; None unless the trainer was asked to keep them.
+        top_tokens, top_logprobs: for each sequence int32 and float32 `[T, k]`, the likeliest tokens **after** each of its tokens, likeliest
+            first, and their log-probabilities at the row's temperature; None unless `forward_only` was asked for them.
+        logits: for each sequence float32 `[T, vocabulary]`, what the model gives after each token, not divided by the temperature; None
+            unless `forward_only` was asked for them.
         metrics: plain numbers, reduced over all ranks.
     """
 
@@ -194,6 +198,9 @@ class ModelOutput:
     logprobs: list[NDArray[np.float32]] | None = None
     entropy: list[NDArray[np.float32]] | None = None
     router_logits: list[NDArray[np.float32]] | None = None
+    top_tokens: list[NDArray[np.int32]] | None = None
+    top_logprobs: list[NDArray[np.float32]] | None = None
+    logits: list[NDArray[np.float32]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -36,7 +36,7 @@ class Bridge(Protocol):
         ...
 
     def export_weights(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight, whole, under its Hugging Face name, once. Collective: all ranks iterate to the end."""
+        """Every weight, whole, under its Hugging Face name, once, on rank 0 (others may yield fewer). Collective: all ranks iterate to the end."""
         ...
 
     def export_gradients(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from numpy.typing import NDArray
 
 from twinkle_data import Batch
 from twinkle_mesh import DeviceMesh
-from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, Piece, ReduceGroups, Row, TokenOutputs, merge_adapter
+from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, Piece, ReduceGroups, Row, TokenOutputs, Wanted, merge_adapter
 
 from . import _moe, _parallel, _replay
 from ._adapters import Adapter
 from ._bridge import Bridge, make_bridge
 from ._errors import CheckpointError
-from ._logprobs import gather_context, vocab_parallel_logprobs
+from ._logprobs import gather_context, gather_vocabulary, vocab_parallel_logprobs, vocab_parallel_top_k
 from ._lora import Site, make_sites
 from ._lora_plan import LinearLayer
 from ._options import base_options, checked_options
@@ -246,7 +247,7 @@ class Engine:
         for router in self._routers:
             router.replay.recording = True
         try:
-            self.run("", views, None)
+            self.run("", views, None, Wanted())
             return _replay.recorded(self._routers, views, tp_size=self._columns.tp_size, tp_rank=self._tp_group.rank(), config=self._config)
         finally:
             self.route_as_usual()
@@ -262,7 +263,7 @@ class Engine:
             MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale], device=self.device))
         (chunk,) = self._activate(adapter_name)
         chunk.train()
-        outputs = self._outputs(view, self._call(chunk, view))
+        outputs = self._outputs(view, self._call(chunk, view), Wanted())
         self._forget_graphs()
         return outputs
 
@@ -275,7 +276,7 @@ class Engine:
         (output.sum if trainable.loss_scale is None else trainable.loss_scale.scaled(output.sum)).backward()
         self._forget_graphs()
 
-    def run(self, adapter_name: str, views: Sequence[View], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
+    def run(self, adapter_name: str, views: Sequence[View], compute_loss: ComputeLoss | None, wanted: Wanted) -> list[TokenOutputs] | None:
         """All micro-batches through the schedule, backward of the losses included; outputs (no graph) on the last stage only.
 
         An exception of the loss is raised when the schedule is through: the other stages, which wait for gradients, are not left hanging.
@@ -287,8 +288,8 @@ class Engine:
             nonlocal failure
             if view.is_filler:
                 return logits_RKV.sum() * 0.0
-            token_outputs = self._outputs(view, logits_RKV)
-            outputs.append(TokenOutputs(token_outputs.logprobs_BT.detach(), token_outputs.entropy_BT))
+            token_outputs = self._outputs(view, logits_RKV, wanted)
+            outputs.append(replace(token_outputs, logprobs_BT=token_outputs.logprobs_BT.detach()))
             if compute_loss is not None and failure is None:
                 try:
                     loss = compute_loss(view.index, token_outputs)
@@ -361,12 +362,20 @@ class Engine:
                 "weighed by tokens, so they need a loss that is, too; use one, or leave moe_aux_loss_coeff and moe_z_loss_coeff out."
             )
 
-    def _outputs(self, view: View, logits_RKV: torch.Tensor) -> TokenOutputs:
-        logprobs_RK, entropy_RK = vocab_parallel_logprobs(
-            logits_RKV, view.targets_RK, temperature_BT=view.temperature_RK, vocab_size=self._bridge.vocab_size, group=self._tp_group
-        )
-        logprobs_BT = view.to_batch(gather_context(logprobs_RK, self._cp_group))
-        return TokenOutputs(logprobs_BT, view.to_batch(gather_context(entropy_RK, self._cp_group)))
+    def _outputs(self, view: View, logits_RKV: torch.Tensor, wanted: Wanted) -> TokenOutputs:
+        def whole(values_RK: torch.Tensor) -> torch.Tensor:
+            return view.to_batch(gather_context(values_RK, self._cp_group))
+
+        top_tokens = top_logprobs = logits = None
+        options: Any = {"vocab_size": self._bridge.vocab_size, "group": self._tp_group}
+        # Before log-probabilities take the logits' place. Kept in host memory: they are as large as many micro-batches.
+        if wanted.top_k:
+            found = vocab_parallel_top_k(logits_RKV.detach(), wanted.top_k, temperature_BT=view.temperature_RK, **options)
+            top_tokens, top_logprobs = (whole(each).cpu() for each in found)
+        if wanted.logits:
+            logits = whole(gather_vocabulary(logits_RKV.detach(), **options)).cpu()
+        logprobs_RK, entropy_RK = vocab_parallel_logprobs(logits_RKV, view.targets_RK, temperature_BT=view.temperature_RK, **options)
+        return TokenOutputs(whole(logprobs_RK), whole(entropy_RK), top_tokens_BTK=top_tokens, top_logprobs_BTK=top_logprobs, logits_BTV=logits)
 
     # Steps.
 
@@ -392,7 +401,7 @@ class Engine:
         self._base.parameters_replaced()
 
     def export_weights(self, adapter_name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face names, or an adapter's under peft's. Collective: all ranks iterate to the end."""
+        """Whole weights under their Hugging Face names, on rank 0, or an adapter's under peft's. Collective: all ranks iterate to the end."""
         if adapter_name:
             return self._adapters[adapter_name].export()
         self._base.settle_parameters()

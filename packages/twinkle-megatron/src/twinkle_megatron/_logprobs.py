@@ -105,3 +105,34 @@ def vocab_parallel_logprobs(
         group: the tensor-parallel group. Every rank of it gets the same result.
     """
     return _VocabParallelLogprobs.apply(logits_BTV, targets_BT, temperature_BT, vocab_size, group)  # pyright: ignore[reportReturnType]
+
+
+def vocab_parallel_top_k(
+    logits_BTV: torch.Tensor, top_k: int, *, temperature_BT: torch.Tensor, vocab_size: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each distribution, likeliest first, and their log-probabilities (float32), ``[B, T, K]``; without a graph.
+
+    Of each rank its own likeliest are sent, and one number. Arguments as of `vocab_parallel_logprobs`; the logits are left as they are.
+    """
+    scaled = logits_BTV.float() / temperature_BT[..., None]
+    first, width = group.rank() * scaled.shape[-1], scaled.shape[-1]
+    scaled[..., max(0, min(width, vocab_size - first)) :] = float("-inf")
+    values, tokens = scaled.topk(min(top_k, width))
+    log_totals = _gather_last(scaled.logsumexp(-1, keepdim=True), group)
+    values, tokens = _gather_last(values, group), _gather_last(tokens + first, group)
+    best, places = values.topk(top_k)
+    return tokens.gather(-1, places), best - log_totals.logsumexp(-1, keepdim=True)
+
+
+def gather_vocabulary(logits_BTV: torch.Tensor, *, vocab_size: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The logits of the whole vocabulary, float32, on every rank of the tensor-parallel group; without a graph."""
+    return _gather_last(logits_BTV.float(), group)[..., :vocab_size]
+
+
+def _gather_last(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The ranks' values one after another along the last axis."""
+    if group.size() == 1:
+        return values
+    parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, -1)

@@ -87,7 +87,7 @@ class MBridge:
         self._weights().load([unwrap_model(chunk) for chunk in chunks], path)
 
     def export_weights(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight, whole, once; each may share memory with the model and stays as it is until the next one is asked for."""
+        """Every weight, whole, once, on rank 0; each may share memory with the model and stays as it is until the next one is asked for."""
         return self._weights().export([unwrap_model(chunk) for chunk in chunks])
 
     def export_gradients(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

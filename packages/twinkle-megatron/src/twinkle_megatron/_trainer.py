@@ -30,13 +30,10 @@ from twinkle_train import (
     check_same_trainer,
     generators_path,
     init_process_group,
-    num_micro_batches,
     read_adapter,
     read_checkpoint,
     read_checkpoint_pieces,
-    reduce_max,
     save_adapter,
-    split_micro_batches,
     write_hf_checkpoint,
 )
 
@@ -159,7 +156,7 @@ class MegatronTrainer(TrainerBase):
         self._engine.backward(adapter_name, output, pending.batch)
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs] | None:
-        return self._engine.run(adapter_name, self._views(batches), compute_loss)
+        return self._engine.run(adapter_name, self._views(batches), compute_loss, self._wanted)
 
     def _views(self, batches: Sequence[Batch]) -> "list[View]":
         """The micro-batches as the model sees them; its routers replay what their rows carry, when that is asked for."""
@@ -214,18 +211,16 @@ class MegatronTrainer(TrainerBase):
         self._rows = features
         return features
 
-    def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
-        count: int | None = None
-        if self._mesh.pp_size > 1:
-            # One a stage when no size is given, as far as there are rows, so that the pipeline is not idle.
-            count = min(self._mesh.pp_size, len(features)) if micro_batch_size is None else num_micro_batches(len(features), micro_batch_size)
-        if self._equal_micro_batches:
-            (largest,) = reduce_max([count or num_micro_batches(len(features), micro_batch_size)], self._groups)
-            count = int(largest)
-        parts = split_micro_batches(features, micro_batch_size, count=count)
-        batches = [self._processor(rows) for rows in parts]
-        self._rows_of.update(zip(batches, parts, strict=True))
-        return batches
+    def _num_micro_batches(self, needed: int, num_rows: int, *, is_free: bool) -> int | None:
+        if self._mesh.pp_size > 1 and is_free:
+            # One a stage, as far as there are rows, so that the pipeline is not idle.
+            needed = min(self._mesh.pp_size, num_rows)
+        return super()._num_micro_batches(needed, num_rows, is_free=is_free) or needed
+
+    def _collate(self, rows: list[Row]) -> Batch:
+        batch = super()._collate(rows)
+        self._rows_of[batch] = rows
+        return batch
 
     # Training checkpoints.
 
@@ -287,7 +282,7 @@ class MegatronTrainer(TrainerBase):
         self._use_inputs_of(self._state(""))
         features = self._features(inputs)
         self._engine.route_as_usual()
-        batches = self._micro_batches(features, micro_batch_size)
+        batches, _ = self._micro_batches(features, micro_batch_size, None)
         tokens = np.concatenate(self._engine.record_routing(self._engine.views(batches, self._processor.pad_token_id)))
         ends = np.cumsum([len(row) for row in features])
         return np.split(tokens[: ends[-1]], ends[:-1])
@@ -333,7 +328,7 @@ class MegatronTrainer(TrainerBase):
         self._engine.load(folder)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight, whole, under its Hugging Face name. Collective: all ranks iterate to the end."""
+        """Every weight, whole, under its Hugging Face name, on rank 0; others send it their parts and yield nothing. All ranks iterate to the end."""
         return self._engine.export_weights()
 
     def iter_adapter(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -90,12 +90,13 @@ class View:
     is_filler: bool = False
 
     def to_batch(self, values_PRK: torch.Tensor) -> torch.Tensor:
-        """The values of all context-parallel ranks, [P, R, K], as [B, T] of the batch: 0 where the batch has padding. Differentiable."""
+        """The values of all context-parallel ranks, [P, R, K, ...], as [B, T, ...] of the batch: 0 where the batch has padding. Differentiable."""
         rows, columns = self.batch.input_ids.shape
         places = torch.as_tensor(self.places_PRK.reshape(-1), device=values_PRK.device)
         held = places >= 0
-        flat = values_PRK.new_zeros(rows * columns).index_put((places[held],), values_PRK.reshape(-1)[held])
-        return flat.view(rows, columns)
+        rest = values_PRK.shape[3:]
+        flat = values_PRK.new_zeros(rows * columns, *rest).index_put((places[held],), values_PRK.reshape(-1, *rest)[held])
+        return flat.view(rows, columns, *rest)
 
 
 def view_shape(batch: Batch, columns: Columns, *, packed: bool) -> ViewShape:

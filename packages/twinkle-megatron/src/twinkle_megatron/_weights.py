@@ -68,6 +68,8 @@ class WeightMap:
             stages = [None] * self._mpu.pp_size
             dist.all_gather_object(stages, mine, group=self._mpu.pp_group)
         self._plan: list[_Entry] = [entry for stage in stages for entry in stage]
+        self._rank = dist.get_rank()
+        self._dense_of, self._experts_of = _first_replica(self._mpu)
 
     def _entries(self, index: int, chunk: Any) -> Iterator[_Entry]:
         names = self._names._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
@@ -193,7 +195,11 @@ class WeightMap:
     # Out of the model.
 
     def export(self, chunks: Sequence[Any], *, gradients: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight (or gradient), whole, under its Hugging Face name, once. Collective: all ranks iterate to the end."""
+        """Every weight (or gradient), whole, under its Hugging Face name, once, on rank 0; others send it their parts and yield nothing.
+
+        Each rank iterates to the end, and only those that have a part are waited for: one data-parallel replica. Rank 0 keeps one whole weight of
+        megatron-core's (which may be several of Hugging Face's) at a time, and one part of it; other ranks keep nothing.
+        """
         # Walking over a model's modules takes as long as splitting its weights: buffers are looked for only where there are some.
         states = [_state(chunk) if any(entry.is_buffer for entry in self._plan) else dict(chunk.named_parameters()) for chunk in chunks]
         scratch = _Scratch()
@@ -201,10 +207,17 @@ class WeightMap:
         for entry in self._plan:
             if gradients and entry.is_buffer:
                 continue
-            here: Any = states[entry.chunk][entry.local_name] if entry.stage == self._mpu.pp_rank else None
-            if here is not None:
-                here = here.main_grad if gradients else here.detach()
-            for name, whole in self._wholes(entry, here, torch.float32 if gradients else entry.dtype, scratch):
+            for expert_rank, owners in enumerate(self._owners(entry)):
+                here: Any = None
+                if self._rank in owners:
+                    here = states[entry.chunk][entry.local_name]
+                    here = here.main_grad if gradients else here.detach()
+                if self._rank:
+                    if here is not None:
+                        self._send(entry, here)
+                    continue
+                whole = self._receive(entry, owners, here, torch.float32 if gradients else entry.dtype, scratch)
+                name = self._expert_name(entry.name, expert_rank) if _EXPERTS in entry.name else entry.name
                 hf_names, tensors = self._names._weight_to_hf_format(name, whole)
                 for hf_name, tensor in zip(hf_names, tensors, strict=True):
                     # A tied head is on the last stage as well as the first.
@@ -212,27 +225,59 @@ class WeightMap:
                         done.add(hf_name)
                         yield hf_name, tensor
 
-    def _wholes(self, entry: _Entry, here: torch.Tensor | None, dtype: torch.dtype, scratch: "_Scratch") -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole tensors that an entry is part of: one, or one an expert-parallel rank."""
-        mpu = self._mpu
-        if mpu.pp_size > 1:
-            if here is None:
-                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-                here = scratch.take("stage", entry.shape, dtype, device)
-            dist.broadcast(here, src=dist.get_global_rank(mpu.pp_group, entry.stage), group=mpu.pp_group)
-        assert here is not None
+    def _owners(self, entry: _Entry) -> list[list[int]]:
+        """The ranks that have the parts of an entry's whole tensors, in order: of one tensor, or of one an expert-parallel rank."""
         is_expert = _EXPERTS in entry.name
-        if entry.split_axis is not None:
-            here = _merge(entry, _gather(here, mpu.etp_group if is_expert else mpu.tp_group, scratch, "parts"), scratch)
-        if not is_expert:
-            yield entry.name, here
-            return
-        for rank, whole in enumerate(_gather(here, mpu.ep_group, scratch, "experts")):
-            yield self._expert_name(entry.name, rank), whole
+        whole_of = self._experts_of[entry.stage] if is_expert else self._dense_of[entry.stage]
+        return whole_of if entry.split_axis is not None else [ranks[:1] for ranks in whole_of]
+
+    def _send(self, entry: _Entry, here: torch.Tensor) -> None:
+        for rows, _ in _stretches(entry, 1, 0):
+            dist.send(here[rows].contiguous(), dst=0)
+
+    def _receive(self, entry: _Entry, owners: Sequence[int], here: torch.Tensor | None, dtype: torch.dtype, scratch: "_Scratch") -> torch.Tensor:
+        """The whole tensor. here: this rank's own part, where it has one."""
+        if here is not None and len(owners) == 1:
+            return here
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        shape = [length * (len(owners) if axis == entry.split_axis else 1) for axis, length in enumerate(entry.shape)]
+        whole = scratch.take("whole", shape, dtype, device)
+        for index, rank in enumerate(owners):
+            for rows, place in _stretches(entry, len(owners), index):
+                into = whole[place]
+                if rank == 0:
+                    assert here is not None
+                    into.copy_(here[rows])
+                elif into.is_contiguous():
+                    dist.recv(into, src=rank)
+                else:
+                    part = scratch.take("part", into.shape, dtype, device)
+                    dist.recv(part, src=rank)
+                    into.copy_(part)
+        return whole
 
     def _expert_name(self, name: str, ep_rank: int) -> str:
         before, _, number = name.rpartition(".weight")
         return f"{before}.weight{int(number) + ep_rank * (self._names.config.num_moe_experts // self._mpu.ep_size)}"
+
+
+def _first_replica(mpu: Any) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """For each stage the ranks of the replica that rank 0 belongs to: of dense weights by tensor-parallel rank, in a list of one; of experts by
+    expert-parallel and expert-tensor-parallel rank. Collective over all ranks."""
+    from megatron.core import parallel_state
+
+    data: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert_data: Any = parallel_state.get_expert_data_parallel_group()
+    mine = ((data.rank(), mpu.pp_rank, mpu.tp_rank), (expert_data.rank(), mpu.pp_rank, mpu.ep_rank, mpu.etp_rank))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    dense = {place: rank for rank, (place, _) in enumerate(everyone)}
+    experts = {place: rank for rank, (_, place) in enumerate(everyone)}
+    stages = range(mpu.pp_size)
+    return (
+        [[[dense[0, stage, tp] for tp in range(mpu.tp_size)]] for stage in stages],
+        [[[experts[0, stage, ep, etp] for etp in range(mpu.etp_size)] for ep in range(mpu.ep_size)] for stage in stages],
+    )
 
 
 def _state(chunk: Any) -> dict[str, torch.Tensor]:
@@ -253,6 +298,17 @@ def _is_gate_and_up(name: str) -> bool:
     return "linear_fc1.weight" in name or "linear_fc1.bias" in name
 
 
+def _stretches(entry: _Entry, size: int, index: int) -> list[tuple[slice, tuple[slice, ...]]]:
+    """Where a part lies in the whole of so many parts: rows of the part, and their place. Rows of the part that are neighbours stay neighbours."""
+    if entry.split_axis == 1:
+        columns = entry.shape[1]
+        return [(slice(None), (slice(None), slice(index * columns, (index + 1) * columns)))]
+    # Each rank has its part of the gate, then its part of the up projection.
+    number = 2 if _is_gate_and_up(entry.name) else 1
+    step = entry.shape[0] // number
+    return [(slice(n * step, (n + 1) * step), (slice((n * size + index) * step, (n * size + index + 1) * step),)) for n in range(number)]
+
+
 class _Scratch:
     """Memory that one weight after another is put together in: touching new memory for each would take as long as sending it."""
 
@@ -266,33 +322,6 @@ class _Scratch:
         if kept is None or kept.numel() < size:
             kept = self._kept[purpose, dtype] = torch.empty(size, dtype=dtype, device=device)
         return kept[:size].view(shape)
-
-
-def _gather(part: torch.Tensor, group: Any, scratch: _Scratch, purpose: str) -> torch.Tensor:
-    """The ranks' parts along a new first axis."""
-    if group.size() == 1:
-        return part[None]
-    parts = scratch.take(purpose, (group.size(), *part.shape), part.dtype, part.device)
-    dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=group)
-    return parts
-
-
-def _merge(entry: _Entry, parts: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-    """The whole of the ranks' parts."""
-    if len(parts) == 1:
-        return parts[0]
-    size, *shape = parts.shape
-    if _is_gate_and_up(entry.name):
-        # Each rank has its part of the gate, then its part of the up projection.
-        ordered = parts.view(size, 2, shape[0] // 2, *shape[1:]).transpose(0, 1)
-        whole = scratch.take("whole", ordered.shape, parts.dtype, parts.device).copy_(ordered)
-        return whole.view(size * shape[0], *shape[1:])
-    assert entry.split_axis is not None
-    if entry.split_axis == 0:
-        return parts.view(size * shape[0], *shape[1:])
-    ordered = parts.movedim(0, entry.split_axis)
-    whole = scratch.take("whole", ordered.shape, parts.dtype, parts.device).copy_(ordered)
-    return whole.flatten(entry.split_axis, entry.split_axis + 1)
 
 
 def _open(path: Path, stack: ExitStack) -> dict[str, Any]:

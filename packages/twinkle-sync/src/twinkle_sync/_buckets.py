@@ -36,32 +36,40 @@ class Bucket:
 
 class _OpenBucket:
     def __init__(self, capacity: int, device: str) -> None:
-        self.payload = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._capacity = capacity
+        self._device = device
+        self._payload: torch.Tensor | None = None
         self.pieces: list[Piece] = []
-        self.used = 0
-
-    @property
-    def start(self) -> int:
-        """Where the next piece may begin."""
-        return -(-self.used // _ALIGNMENT) * _ALIGNMENT
+        self._used = 0
 
     @property
     def room(self) -> int:
-        return self.payload.numel() - self.start
+        return self._capacity - self._start
+
+    @property
+    def _start(self) -> int:
+        """Where the next piece may begin."""
+        return -(-self._used // _ALIGNMENT) * _ALIGNMENT
 
     def put(self, spec: TensorSpec, offset: int, data: torch.Tensor, crc: int, verify: bool) -> int:
         """Copy `data` (bytes `offset` and on of the tensor) in; the tensor's checksum so far."""
-        begin = self.start
+        if self._payload is None:
+            self._payload = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
+        begin = self._start
         end = begin + data.numel()
-        self.payload[begin:end].copy_(data)
+        self._payload[begin:end].copy_(data)
         if verify:
-            crc = checksum(self.payload[begin:end], crc)
+            crc = checksum(self._payload[begin:end], crc)
         self.pieces.append(Piece(spec, offset, begin, data.numel(), crc))
-        self.used = end
+        self._used = end
         return crc
 
-    def close(self) -> Bucket:
-        return Bucket(tuple(self.pieces), self.payload[: self.used])
+    def take(self) -> Bucket:
+        """What is in it; it is empty then, and has no memory until something is put in."""
+        assert self._payload is not None, "nothing was put in"
+        bucket = Bucket(tuple(self.pieces), self._payload[: self._used])
+        self._payload, self.pieces, self._used = None, [], 0
+        return bucket
 
 
 def pack(
@@ -70,7 +78,7 @@ def pack(
     """Copy named tensors (any device, any dtype) into buckets of at most `bucket_size_bytes` on `device`, and enter them in `ledger`.
 
     A tensor that fits a bucket lies whole in one; a larger one fills as many as it needs. Every bucket owns its memory: the
-    receiver may keep views of it.
+    receiver may keep views of it. A bucket that the receiver has let go of is freed before the next one is made.
     """
     if bucket_size_bytes < _ALIGNMENT:
         raise ChannelMisuse(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {_ALIGNMENT}")
@@ -79,8 +87,7 @@ def pack(
         spec = TensorSpec.of(name, tensor)
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if bucket.pieces and data.numel() > bucket.room and (data.numel() <= bucket_size_bytes or bucket.room <= 0):
-            yield bucket.close()
-            bucket = _OpenBucket(bucket_size_bytes, device)
+            yield bucket.take()
         offset, crc = 0, 0
         while True:
             taken = min(data.numel() - offset, bucket.room)
@@ -88,11 +95,10 @@ def pack(
             offset += taken
             if offset == data.numel():
                 break
-            yield bucket.close()
-            bucket = _OpenBucket(bucket_size_bytes, device)
+            yield bucket.take()
         ledger.add(spec, crc)
     if bucket.pieces:
-        yield bucket.close()
+        yield bucket.take()
 
 
 class Unpacker:

@@ -65,6 +65,7 @@ class GlooTransport:
         """Broadcast every message."""
         for message in messages:
             self.send_message(message, deadline)
+            del message  # a bucket, which would be kept while the next one is filled
 
     def send_message(self, message: Message, deadline: Deadline) -> None:
         """Broadcast one message."""

@@ -42,7 +42,7 @@ from ._rewards import ExactMatchReward, Reward, last_word
 from ._schedules import LRSchedule
 from ._state import Gradients, TrainState, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_sum, reduce_totals
-from ._trainer import ComputeLoss, OnNonFinite, TokenOutputs, TrainerBase
+from ._trainer import ComputeLoss, OnNonFinite, TokenOutputs, TrainerBase, Wanted
 
 __all__ = [
     "AdapterProgress",
@@ -89,6 +89,7 @@ __all__ = [
     "TrainState",
     "TrainerBase",
     "UnknownAdapterError",
+    "Wanted",
     "adjust_torch_optimizer",
     "begin_checkpoint",
     "build_torch_optimizer",

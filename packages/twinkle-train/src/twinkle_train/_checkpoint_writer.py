@@ -64,7 +64,7 @@ class CheckpointWriter:
             try:
                 begin_checkpoint(target)
             except OSError as error:
-                failure = f"could not make a folder beside {target}: {error.strerror}. Choose another folder"
+                failure = f"could not begin the checkpoint {target}: {error.strerror}. Choose another folder"
         own = [piece for piece in pieces if not piece.is_copy]
         boxes_of_ranks, shares = self._plan(info, [Box.of(piece) for piece in own])
         failure = _any_failure(failure, group)

@@ -19,9 +19,9 @@ def collect_model_output(all_results: Sequence[ModelOutput], device_mesh: Device
 
     all_results: one a worker, in order of rank. device_mesh: the trainer's mesh; without one every worker holds its own data.
 
-    The per-sequence lists (`logprobs`, `entropy`, `router_logits`) are joined in the order of the data, taking one worker of each data group (its
-    last pipeline stage, rank 0 of tp, cp and ulysses). Loss, weight and metrics are the same on every worker, since a trainer
-    reduces them: the first one's are kept.
+    The per-sequence lists (`logprobs`, `entropy`, `router_logits`, `top_tokens`, `top_logprobs`, `logits`) are joined in the order of the data, from
+    one worker of each data group (its last pipeline stage, rank 0 of tp, cp and ulysses). Loss, weight and metrics are the same on every
+    worker, since a trainer reduces them: the first one's are kept.
 
     Raises InputError when the number of results is not the mesh's world size, or only some workers have a list.
     """
@@ -36,6 +36,9 @@ def collect_model_output(all_results: Sequence[ModelOutput], device_mesh: Device
         logprobs=_joined("logprobs", [result.logprobs for result in chosen]),
         entropy=_joined("entropy", [result.entropy for result in chosen]),
         router_logits=_joined("router_logits", [result.router_logits for result in chosen]),
+        top_tokens=_joined("top_tokens", [result.top_tokens for result in chosen]),
+        top_logprobs=_joined("top_logprobs", [result.top_logprobs for result in chosen]),
+        logits=_joined("logits", [result.logits for result in chosen]),
     )
 
 

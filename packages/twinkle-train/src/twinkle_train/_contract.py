@@ -16,6 +16,7 @@ from twinkle_data import InputFeature, InputProcessor, ModelOutput, PackedFeatur
 
 from ._lora import HasToDict, LoraConfig
 from ._loss import LossInput, LossOutput
+from ._metrics import AnyMetric
 
 Row = InputFeature | PackedFeature
 """An encoded row: one sequence, or several that do not see one another."""
@@ -69,20 +70,36 @@ class TrainModel(ABC):
         """
 
     @abstractmethod
-    def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+    def forward_only(
+        self,
+        inputs: Inputs,
+        micro_batch_size: int | None = None,
+        adapter_name: str = "",
+        *,
+        micro_batch_tokens: int | None = None,
+        top_k: int = 0,
+        logits: bool = False,
+    ) -> ModelOutput:
         """Log-probabilities and entropies without a graph, as `forward` returns them, in micro-batches of that many rows.
+
+        micro_batch_tokens: instead of a number of rows, how many tokens a micro-batch has at most (padding counts, where rows are padded); rows of
+        like lengths go together then, and come back in their order. top_k: also the so many likeliest tokens after each token, and their
+        log-probabilities. logits: also all logits, whole, whatever the layout; they are large.
 
         Changes nothing: gradients, a pending forward and metrics stay as they are.
 
-        Raises InputError without rows, ConfigError for a micro-batch size below 1.
+        Raises InputError without rows or for a row that is longer than micro_batch_tokens, ConfigError for sizes below 1, both sizes, or a
+        top_k that is no number of tokens of the vocabulary.
         """
 
     @abstractmethod
-    def forward_backward(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+    def forward_backward(
+        self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "", *, micro_batch_tokens: int | None = None
+    ) -> ModelOutput:
         """Loss and gradients of the rows, in micro-batches of that many rows (all at once when None).
 
         Accumulates as `backward` does. Returns the global loss, its weight, the loss's metrics over all ranks, and this rank's
-        log-probabilities and entropies. The loss does not depend on `micro_batch_size`.
+        log-probabilities and entropies. The loss does not depend on `micro_batch_size` or `micro_batch_tokens` (see `forward_only`).
 
         Raises CallOrderError without a loss, or after clip_grad_norm or step without zero_grad; InputError for rows that lack what the
         loss needs; PeerError when another rank failed; NonFiniteError when the loss is not finite (where the trainer skips such steps, it
@@ -204,6 +221,16 @@ class TrainModel(ABC):
         """The collator. An adapter without one has the base model's. Raises ConfigError when its alignment does not suit the layout."""
 
     @abstractmethod
+    def add_metric(self, metric: type | Callable[[LossInput], Mapping[str, AnyMetric]], *, adapter_name: str = "", **options: Any) -> None:
+        """Measures more beside the loss: called with what the loss gets of each micro-batch, without a graph, it returns sums and weights (`Metric`)
+        or maxima (`MaxMetric`) by name, always the same names. They are in the metrics of `forward_backward` and in `calculate_metric`.
+
+        metric: a callable, or a class that is constructed with the options. It stays when the loss is set anew.
+
+        Raises ConfigError for what cannot be called. A name that the loss or another metric has is a ConfigError where the loss is computed.
+        """
+
+    @abstractmethod
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         """Means over all data ranks and calls since the last call, then forgets them.
 
@@ -218,7 +245,9 @@ class TrainModel(ABC):
         adapter_name: an adapter is written alone, in peft's format (adapter_config.json, adapter_model.safetensors). merge: write the whole model
         with the adapter added to its weights instead.
 
-        All ranks call it; when it returns, on any of them, the folder is complete.
+        All ranks call it; when it returns, on any of them, the folder is complete. A checkpoint that was there is replaced.
+
+        Raises CheckpointError when it could not be written, also when there is something else at the path, which would be deleted.
         """
 
     @abstractmethod
@@ -249,7 +278,7 @@ class TrainModel(ABC):
         this adapter and its states, not the base model; None writes the base model and all adapters.
 
         Raises CallOrderError while gradients are accumulated, ConfigError for a user_state that is no JSON, CheckpointError when it could not be
-        written.
+        written, also when there is something at the path that is no training checkpoint, which would be deleted.
         """
 
     @abstractmethod

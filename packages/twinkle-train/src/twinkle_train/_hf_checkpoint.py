@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._checkpoints import check_replaceable
 from ._errors import CheckpointError
 
 MAX_SHARD_BYTES = 4 << 30
@@ -32,7 +33,7 @@ def write_hf_checkpoint(
 ) -> None:
     """Writes safetensors (needs that package), config.json and files of the source. Collective: all ranks call it, rank 0 writes.
 
-    The target appears whole or not at all; one that is there is replaced only then.
+    The target appears whole or not at all; a checkpoint that is there is replaced only then, and anything else is left alone and an error.
 
     Args:
         weights: the collective stream of whole tensors; iterated to its end on every rank, whatever happens.
@@ -87,7 +88,11 @@ def write_on_rank_zero(
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside the target, which takes the target's place at the end of the block; an error in it removes the folder instead."""
+    """A new folder beside the target, which takes the target's place at the end of the block; an error in it removes the folder instead.
+
+    Raises FileExistsError when there is something at the target that is no checkpoint (no config.json, or a folder in it): it would be deleted.
+    """
+    check_replaceable(target, ("config.json", "adapter_config.json"))
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twinkle_data import IGNORE_INDEX, Batch, PackedFeature
+from twinkle_data import IGNORE_INDEX, Batch, PackedFeature, plan_micro_batches
 
 from ._contract import Row
 from ._errors import ConfigError, InputError
@@ -59,6 +59,31 @@ def split_micro_batches(inputs: Sequence[Row], micro_batch_size: int | None = No
     return [rows[start:end] for start, end in itertools.pairwise(bounds)]
 
 
+def split_by_tokens(inputs: Sequence[Row], micro_batch_tokens: int, *, padded: bool, count: int | None = None) -> tuple[list[list[Row]], list[int]]:
+    """The rows in micro-batches of at most so many tokens (see `plan_micro_batches`), and for each row, in that order, which one of `inputs` it is.
+
+    padded: whether shorter rows of a micro-batch count as much as its longest. count: make exactly that many, as `split_micro_batches` does; copies
+    are numbered from len(inputs) on.
+
+    Raises ConfigError for a budget below 1, InputError without rows, for a row that is longer, or when only some rows have logprobs,
+    ref_logprobs or advantages.
+    """
+    split_micro_batches(inputs)  # refuses rows that do not go together
+    if micro_batch_tokens < 1:
+        raise ConfigError(f"micro_batch_tokens must be >= 1 or None, got {micro_batch_tokens}")
+    lengths = [len(row) for row in inputs]
+    if max(lengths) > micro_batch_tokens:
+        longest = lengths.index(max(lengths))
+        raise InputError(
+            f"inputs[{longest}] has {lengths[longest]} tokens, and a micro-batch at most micro_batch_tokens={micro_batch_tokens}: raise it"
+        )
+    copies = max(0, (count or 0) - len(inputs))
+    plan = plan_micro_batches(lengths, micro_batch_tokens, padded=padded, count=None if count is None else count - copies)
+    shortest = lengths.index(min(lengths))
+    parts = [[inputs[index] for index in rows] for rows in plan] + [[untrained(inputs[shortest])]] * copies
+    return parts, [*itertools.chain.from_iterable(plan), *range(len(inputs), len(inputs) + copies)]
+
+
 def untrained(feature: Row) -> Row:
     """The same row with no token trained on."""
     if isinstance(feature, PackedFeature):
@@ -94,20 +119,32 @@ def loss_input_from_batch(batch: Batch, logprobs_BT: Tensor, entropy_BT: Tensor 
     )
 
 
-def unshift_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: int) -> list[NDArray[np.float32]]:
-    """Per-token values of micro-batches as one numpy array [T] a row, aligned with `input_ids`, without the untrained copies at the end.
+def unshift_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: int, order: Sequence[int] | None = None) -> list[NDArray[np.float32]]:
+    """Per-token values of micro-batches as one numpy array [T] a row, aligned with `input_ids`, without the untrained copies.
 
-    values: one [B, T] a batch, on any device.
+    values: one [B, T] a batch, on any device. order: which row each of theirs is, one after another (copies are numbered from num_rows on);
+    None: in order.
     """
     rows: list[NDArray[np.float32]] = []
     for batch, value_BT in zip(batches, values, strict=True):
-        rows += batch.unshift(value_BT.detach().float().cpu().numpy())
-    return rows[:num_rows]
+        rows += batch.unshift(_array(value_BT))
+    return _in_order(rows, order, num_rows)
 
 
-def split_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: int) -> list[NDArray[np.float32]]:
-    """Values of the tokens themselves, ``[B, T, ...]`` a batch, as one numpy array ``[T, ...]`` a row, without the untrained copies at the end."""
+def split_rows(batches: Sequence[Batch], values: Sequence[Tensor], num_rows: int, order: Sequence[int] | None = None) -> list[NDArray[np.float32]]:
+    """As `unshift_rows`, for values of the tokens themselves, ``[B, T, ...]`` a batch: one numpy array ``[T, ...]`` a row."""
     rows: list[NDArray[np.float32]] = []
     for batch, value in zip(batches, values, strict=True):
-        rows += batch.split_features(value.detach().float().cpu().numpy())
-    return rows[:num_rows]
+        rows += batch.split_features(_array(value))
+    return _in_order(rows, order, num_rows)
+
+
+def _array(value: Tensor) -> NDArray[np.float32]:
+    return value.detach().float().cpu().numpy()
+
+
+def _in_order(rows: list[NDArray[np.float32]], order: Sequence[int] | None, num_rows: int) -> list[NDArray[np.float32]]:
+    if order is None:
+        return rows[:num_rows]
+    placed = dict(zip(order, rows, strict=True))
+    return [placed[index] for index in range(num_rows)]

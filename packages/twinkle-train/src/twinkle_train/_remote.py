@@ -17,6 +17,7 @@ _BATCH_METHODS = {"forward": False, "forward_only": True, "forward_backward": Fa
 # Every worker takes part, and has the same result.
 _COLLECTIVE_METHODS = (
     "add_adapter_to_model",
+    "add_metric",
     "adjust_optimizer",
     "backward",
     "calculate_loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
@@ -10,8 +11,8 @@ from twinkle_data import InputProcessor, Template
 
 from ._errors import CallOrderError, InputError, NonFiniteError, UnknownAdapterError
 from ._lora import LoraConfig
-from ._loss import Loss
-from ._metrics import Metric
+from ._loss import Loss, LossInput
+from ._metrics import AnyMetric, Metric
 from ._optimizer import OptimizerConfig
 from ._schedules import LRSchedule
 from ._totals import Totals
@@ -36,6 +37,7 @@ class TrainState(Generic[PendingT]):
     Engine-independent: tensors and optimizers stay with the engine. `pending` is what `forward` left for `calculate_loss` and
     `backward`; nothing else writes it, so a `forward_only` between them changes nothing.
 
+    metrics: what is measured beside the loss.
     lora: how the adapter is configured; None: the base model. processor, template: None: those of the base model.
     num_accumulated: calls that have added gradients since the last step. accumulated_weight: their global weight; 1 when the loss wants its
     gradients undivided (`reduction = "sum"`), as `undivided` tells.
@@ -49,6 +51,7 @@ class TrainState(Generic[PendingT]):
     processor: InputProcessor | None = None
     template: Template | None = None
     loss: Loss | None = None
+    metrics: list[Callable[[LossInput], Mapping[str, AnyMetric]]] = field(default_factory=list[Callable[[LossInput], Mapping[str, AnyMetric]]])
     optimizer: OptimizerConfig | None = None
     schedule: LRSchedule = field(default_factory=LRSchedule)
     gradients: Gradients = Gradients.NONE

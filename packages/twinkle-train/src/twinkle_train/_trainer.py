@@ -22,7 +22,8 @@ from ._errors import CallOrderError, CheckpointError, ConfigError, InputError
 from ._lora import HasToDict, LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
-from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, split_rows, unshift_rows
+from ._metrics import AnyMetric
+from ._micro_batches import loss_input_from_batch, num_micro_batches, split_by_tokens, split_micro_batches, split_rows, unshift_rows
 from ._optimizer import OptimizerConfig
 from ._schedules import LRSchedule, ScheduleName
 from ._state import Gradients, TrainState, check_finite, is_finite, state_of
@@ -38,11 +39,24 @@ class TokenOutputs:
 
     logprobs_BT: of `batch.targets` at `batch.temperature`, fp32, with a graph where one is wanted. entropy_BT: in nats, no graph.
     router_logits_BTLE: of the L layers with E experts, no graph; None unless they are to be returned.
+    top_tokens_BTK, top_logprobs_BTK, logits_BTV: what `Wanted` asks for, of the token after each, no graph; else None. Tokens may be of any type
+    that holds them exactly.
     """
 
     logprobs_BT: Tensor
     entropy_BT: Tensor | None = None
     router_logits_BTLE: Tensor | None = None
+    top_tokens_BTK: Tensor | None = None
+    top_logprobs_BTK: Tensor | None = None
+    logits_BTV: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What `forward_only` was asked for beside log-probabilities: the top_k likeliest tokens after each token, all logits."""
+
+    top_k: int = 0
+    logits: bool = False
 
 
 OnNonFinite = Literal["error", "skip"]
@@ -71,7 +85,8 @@ class TrainerBase(TrainModel):
     micro-batches (expert parallel and sharded models do, since they communicate inside the model). packed_rows: whether the engine keeps
     the sequences of one row apart (`Batch.sequence_ids`, `Batch.cu_seq_lens`); without it packed rows and padding-free batches are refused.
     on_non_finite: what a loss or gradient that is NaN or infinite is: 'error' or 'skip' (the step is not taken, and `skipped_steps` of
-    calculate_metric counts it). vocab_size: rows with tokens from it on are refused; None: not looked at.
+    calculate_metric counts it). vocab_size: rows with tokens from it on are refused, and so is a larger top_k; None: not looked at.
+    While `_run` is called, `_wanted` says what is to be returned beside log-probabilities.
     skips_overflow: gradients that overflow are skipped whatever on_non_finite says (float16 with loss scaling).
     """
 
@@ -102,6 +117,7 @@ class TrainerBase(TrainModel):
         # Those of the adapter that was used last.
         self._template: Template | None = None
         self._processor = processor
+        self._wanted = Wanted()
         self.set_processor(processor)
 
     # What an engine implements.
@@ -194,7 +210,7 @@ class TrainerBase(TrainModel):
             ran = self._run(adapter_name, [batch], None)
             outputs = None if ran is None else ran[0]
         state.pending = PendingForward(batch, outputs, self._has_graph)
-        return _model_output([batch], None if outputs is None else [outputs], len(features))
+        return _model_output([batch], None if outputs is None else [outputs], range(len(features)), len(features))
 
     def calculate_loss(self, *, adapter_name: str = "") -> float:
         state = self._state(adapter_name)
@@ -205,7 +221,7 @@ class TrainerBase(TrainModel):
         error: Exception | None = None
         if pending.outputs is not None:
             try:
-                pending.loss_output = _compute(loss, pending.batch, pending.outputs)
+                pending.loss_output = _compute(loss, pending.batch, pending.outputs, state.metrics)
             except Exception as raised:  # raised again by reduce_totals, once the other ranks know
                 error = raised
         local = None if pending.loss_output is None else Totals.of([pending.loss_output])
@@ -236,23 +252,41 @@ class TrainerBase(TrainModel):
             state.add_gradients(pending.totals)
         state.pending = None
 
-    def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+    def forward_only(
+        self,
+        inputs: Inputs,
+        micro_batch_size: int | None = None,
+        adapter_name: str = "",
+        *,
+        micro_batch_tokens: int | None = None,
+        top_k: int = 0,
+        logits: bool = False,
+    ) -> ModelOutput:
         self._use_inputs_of(self._state(adapter_name))
+        wanted = Wanted(top_k=top_k, logits=logits)
+        self._check_wanted(wanted)
         features = self._features(inputs)
-        batches = self._micro_batches(features, micro_batch_size)
-        return _model_output(batches, self._run(adapter_name, batches, None), len(features))
+        batches, order = self._micro_batches(features, micro_batch_size, micro_batch_tokens)
+        self._wanted = wanted
+        try:
+            ran = self._run(adapter_name, batches, None)
+        finally:
+            self._wanted = Wanted()
+        return _model_output(batches, ran, order, len(features))
 
-    def forward_backward(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
+    def forward_backward(
+        self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "", *, micro_batch_tokens: int | None = None
+    ) -> ModelOutput:
         state = self._state(adapter_name)
         loss = state.require_loss("forward_backward")
         state.check_can_accumulate("forward_backward")
         self._use_inputs_of(state)
         features = self._features(inputs)
-        batches = self._micro_batches(features, micro_batch_size)
+        batches, order = self._micro_batches(features, micro_batch_size, micro_batch_tokens)
         losses: list[LossOutput] = []
 
         def compute_loss(index: int, outputs: TokenOutputs) -> LossOutput:
-            output = _compute(loss, batches[index], outputs)
+            output = _compute(loss, batches[index], outputs, state.metrics)
             losses.append(LossOutput(output.sum.detach(), output.weight, output.metrics))
             return output
 
@@ -262,6 +296,9 @@ class TrainerBase(TrainModel):
             ran = self._run(adapter_name, batches, compute_loss)
         except Exception as raised:  # raised again by reduce_totals, once the other ranks know
             error = raised
+        except BaseException:  # Ctrl-C: some micro-batches have left their gradients
+            state.mark_broken()
+            raise
         try:
             totals = reduce_totals(Totals.of(losses), self._groups, error=error)
             skipped = self._skips_losses and not is_finite(totals)
@@ -275,7 +312,7 @@ class TrainerBase(TrainModel):
         else:
             state.add_gradients(totals)
             state.record(totals)
-        return _model_output(batches, ran, len(features), totals)
+        return _model_output(batches, ran, order, len(features), totals)
 
     def clip_grad_norm(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
         return self._clip(self._state(adapter_name), max_grad_norm, "clip_grad_norm")
@@ -383,6 +420,12 @@ class TrainerBase(TrainModel):
         if processor.padding_free and not self._packed_rows:
             raise ConfigError(f"{type(self).__name__} does not keep the sequences of one row apart: set padding_free=False")
         state.processor = processor
+
+    def add_metric(self, metric: type | Callable[[LossInput], Mapping[str, AnyMetric]], *, adapter_name: str = "", **options: Any) -> None:
+        state = self._state(adapter_name)
+        if not callable(metric) or (options and not isinstance(metric, type)):
+            raise ConfigError(f"a metric is a class, whose constructor the options go to, or a callable without options, not {metric!r}")
+        state.metrics.append(metric(**options) if isinstance(metric, type) else metric)
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
         state = self._state(adapter_name)
@@ -496,12 +539,37 @@ class TrainerBase(TrainModel):
                         )
         return features
 
-    def _micro_batches(self, features: list[Row], micro_batch_size: int | None) -> list[Batch]:
-        count: int | None = None
-        if self._equal_micro_batches:
-            (largest,) = reduce_max([num_micro_batches(len(features), micro_batch_size)], self._groups)
-            count = int(largest)
-        return [self._processor(rows) for rows in split_micro_batches(features, micro_batch_size, count=count)]
+    def _micro_batches(self, features: list[Row], micro_batch_size: int | None, micro_batch_tokens: int | None) -> tuple[list[Batch], Sequence[int]]:
+        """The rows in batches, and which row each of theirs is. Collective over the data ranks where they run equally many."""
+        if micro_batch_tokens is None:
+            count = self._num_micro_batches(num_micro_batches(len(features), micro_batch_size), len(features), is_free=micro_batch_size is None)
+            parts = split_micro_batches(features, micro_batch_size, count=count)
+            order: Sequence[int] = range(max(len(features), count or 0))
+        else:
+            if micro_batch_size is not None:
+                raise ConfigError("give micro_batch_size or micro_batch_tokens, not both")
+            padded = not self._processor.padding_free
+            parts, order = split_by_tokens(features, micro_batch_tokens, padded=padded)
+            if (count := self._num_micro_batches(len(parts), len(features), is_free=False)) is not None:
+                parts, order = split_by_tokens(features, micro_batch_tokens, padded=padded, count=count)
+        return [self._collate(rows) for rows in parts], order
+
+    def _num_micro_batches(self, needed: int, num_rows: int, *, is_free: bool) -> int | None:
+        """How many to make, at least `needed`; None: as many as that. is_free: the caller did not ask for any size."""
+        if not self._equal_micro_batches:
+            return None
+        (largest,) = reduce_max([needed], self._groups)
+        return int(largest)
+
+    def _collate(self, rows: list[Row]) -> Batch:
+        """A micro-batch of rows."""
+        return self._processor(rows)
+
+    def _check_wanted(self, wanted: Wanted) -> None:
+        if wanted.top_k < 0:
+            raise ConfigError(f"top_k must be >= 0, got {wanted.top_k}")
+        if self._vocab_size is not None and wanted.top_k > self._vocab_size:
+            raise ConfigError(f"top_k={wanted.top_k}, and the model's vocabulary has {self._vocab_size} tokens")
 
     def _make_means(self, state: TrainState[PendingForward], method: str) -> None:
         if state.non_finite and state.gradients is Gradients.SUMS:
@@ -541,7 +609,13 @@ class TrainerBase(TrainModel):
             self._step_skipped(state.adapter_name)
             state.skip_step()
             return
-        self._optimizer_step(state.adapter_name, state.learning_rate)
+        try:
+            self._optimizer_step(state.adapter_name, state.learning_rate)
+        except CheckpointError:  # of one that was written in the background; the step was not begun
+            raise
+        except BaseException:  # some weights may have been changed, so that a second try would change them twice
+            state.mark_broken()
+            raise
         state.finish_step()
 
     def _clear(self, state: TrainState[PendingForward]) -> None:
@@ -556,23 +630,39 @@ def _tokens_of(feature: Row) -> Iterator[tuple[str, NDArray[np.int64]]]:
             yield "targets", one.targets
 
 
-def _compute(loss: Loss, batch: Batch, outputs: TokenOutputs) -> LossOutput:
+def _compute(loss: Loss, batch: Batch, outputs: TokenOutputs, metrics: Sequence[Callable[[LossInput], Mapping[str, AnyMetric]]]) -> LossOutput:
     output = loss(loss_input_from_batch(batch, outputs.logprobs_BT, outputs.entropy_BT))
     if not isinstance(output, LossOutput):
         raise InputError(f"the loss returned a {type(output).__name__}; it must return LossOutput(sum, weight, metrics)")
+    for metric in metrics:
+        with torch.no_grad():
+            measured = metric(loss_input_from_batch(batch, outputs.logprobs_BT.detach(), outputs.entropy_BT))
+        if twice := sorted(measured.keys() & output.metrics.keys()):
+            raise ConfigError(f"{', '.join(twice)} is measured twice, by the loss and a metric or by two metrics: give it another name")
+        output = replace(output, metrics={**output.metrics, **measured})
     return output
 
 
-def _model_output(batches: Sequence[Batch], outputs: Sequence[TokenOutputs] | None, num_rows: int, totals: Totals | None = None) -> ModelOutput:
-    entropies = [each.entropy_BT for each in outputs or () if each.entropy_BT is not None]
-    router_logits = [each.router_logits_BTLE for each in outputs or () if each.router_logits_BTLE is not None]
+def _model_output(
+    batches: Sequence[Batch], outputs: Sequence[TokenOutputs] | None, order: Sequence[int], num_rows: int, totals: Totals | None = None
+) -> ModelOutput:
+    def values(name: str) -> list[Tensor]:
+        return [value for each in outputs or () if (value := getattr(each, name)) is not None]
+
+    def split(name: str) -> list[NDArray[np.float32]] | None:
+        return split_rows(batches, present, num_rows, order) if (present := values(name)) else None
+
     with torch.no_grad():
+        entropies, top_tokens = values("entropy_BT"), split("top_tokens_BTK")
         return ModelOutput(
             loss=None if totals is None else totals.loss,
             loss_weight=0.0 if totals is None else totals.weight,
-            logprobs=None if outputs is None else unshift_rows(batches, [each.logprobs_BT for each in outputs], num_rows),
-            entropy=unshift_rows(batches, entropies, num_rows) if entropies else None,
-            router_logits=split_rows(batches, router_logits, num_rows) if router_logits else None,
+            logprobs=None if outputs is None else unshift_rows(batches, values("logprobs_BT"), num_rows, order),
+            entropy=unshift_rows(batches, entropies, num_rows, order) if entropies else None,
+            router_logits=split("router_logits_BTLE"),
+            top_tokens=None if top_tokens is None else [row.astype(np.int32) for row in top_tokens],
+            top_logprobs=split("top_logprobs_BTK"),
+            logits=split("logits_BTV"),
             metrics={} if totals is None else totals.metric_values(),
         )
 

@@ -262,7 +262,15 @@ class TransformersTrainer(TrainerBase):
             logits_BLV, gather = gather(logits_BLV), _as_it_is
             inputs = model_inputs(batch, self._groups_of_mesh.device)
         logprobs, entropy = token_logprobs(logits_BLV, inputs.targets_BT, inputs.temperature_BT)
-        return TokenOutputs(gather(logprobs), gather(entropy), router_logits_BTLE), routing
+        outputs = TokenOutputs(gather(logprobs), gather(entropy), router_logits_BTLE)
+        # In host memory: they are as large as many micro-batches.
+        if self._wanted.top_k:
+            top_logprobs, tokens = (logits_BLV.float() / inputs.temperature_BT[..., None]).log_softmax(-1).topk(self._wanted.top_k)
+            # float32 holds every token id (below 2 ** 24) exactly.
+            outputs = replace(outputs, top_tokens_BTK=gather(tokens.float()).cpu(), top_logprobs_BTK=gather(top_logprobs).cpu())
+        if self._wanted.logits:
+            outputs = replace(outputs, logits_BTV=gather(logits_BLV).float().cpu())
+        return outputs, routing
 
     def _logits(self, inputs: ModelInputs) -> torch.Tensor:
         named: dict[str, Any] = {"position_ids": inputs.position_ids_BT} if self._takes_positions else {}

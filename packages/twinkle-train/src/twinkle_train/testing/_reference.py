@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,16 @@ class ReferenceTrainer(TrainerBase):
         all_logprobs_BTV = (logits_BTV / tensor(batch.temperature)[..., None]).log_softmax(-1)
         logprobs_BT = all_logprobs_BTV.gather(-1, tensor(batch.targets)[..., None])[..., 0]
         entropy_BT = -(all_logprobs_BTV.detach().exp() * all_logprobs_BTV.detach()).sum(-1)
-        return TokenOutputs(logprobs_BT, entropy_BT)
+        top_logprobs_BTK = top_tokens_BTK = None
+        if self._wanted.top_k:
+            top_logprobs_BTK, top_tokens_BTK = all_logprobs_BTV.detach().topk(self._wanted.top_k)
+        return TokenOutputs(
+            logprobs_BT,
+            entropy_BT,
+            top_tokens_BTK=top_tokens_BTK,
+            top_logprobs_BTK=top_logprobs_BTK,
+            logits_BTV=logits_BTV.detach() if self._wanted.logits else None,
+        )
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """The model's arguments that tell what attends to what."""
@@ -82,7 +92,7 @@ class ReferenceTrainer(TrainerBase):
                 outputs = self._forward(adapter_name, batch)
                 if compute_loss is not None:
                     compute_loss(index, outputs).sum.backward()
-            kept.append(TokenOutputs(outputs.logprobs_BT.detach(), outputs.entropy_BT))
+            kept.append(replace(outputs, logprobs_BT=outputs.logprobs_BT.detach()))
         return kept
 
     def _reduce_gradients(self, adapter_name: str) -> None:

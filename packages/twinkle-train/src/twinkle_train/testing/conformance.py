@@ -21,6 +21,8 @@ from twinkle_data import InputFeature
 
 from .._contract import TrainModel
 from .._errors import CallOrderError
+from .._loss import LossInput
+from .._metrics import AnyMetric, MaxMetric, Metric
 from ._compare import FP32, Tolerance, compare_numbers, compare_tensors, largest
 from ._features import collected, random_features, rollout_features
 from ._reference import ReferenceTrainer
@@ -29,9 +31,11 @@ __all__ = [
     "FP32",
     "Tolerance",
     "check_accumulation_equals_one_batch",
+    "check_added_metric",
     "check_adjusted_optimizer",
     "check_call_order",
     "check_clipping",
+    "check_distributions",
     "check_first_ratio_is_one",
     "check_forward_only_disturbs_nothing",
     "check_learning_rate",
@@ -43,6 +47,7 @@ __all__ = [
     "check_save",
     "check_sgd_step",
     "check_three_calls_equal_forward_backward",
+    "check_token_budget",
     "run_all",
 ]
 
@@ -111,6 +116,61 @@ def check_logprobs(
             continue
         _compare_rows(f"log-probabilities of {method}", have.logprobs, want.logprobs[share], tolerance.logprobs)
         _compare_rows(f"entropies of {method}", have.entropy, want.entropy[share], tolerance.logprobs)
+
+
+def check_distributions(
+    trainer: TrainModel,
+    reference: TrainModel,
+    rows: Rows,
+    *,
+    share: slice = ALL,
+    has_outputs: bool = True,
+    top_k: int = 5,
+    tolerance: Tolerance = FP32,
+) -> None:
+    """forward_only gives the reference's likeliest tokens with their log-probabilities, and its logits, when asked for them; else neither."""
+    want = collected(reference.forward_only(rows, top_k=top_k, logits=True))
+    have = collected(trainer.forward_only(rows[share], 2, top_k=top_k, logits=True))
+    plain = collected(trainer.forward_only(rows[share], 2))
+    for name in ("top_tokens", "top_logprobs", "logits"):
+        if getattr(plain, name) is not None or (not has_outputs and getattr(have, name) is not None):
+            raise AssertionError(f"forward_only returned {name}, which nobody asked this rank for")
+    if not has_outputs:
+        return
+    assert want.top_tokens is not None
+    assert want.top_logprobs is not None
+    assert want.logits is not None
+    _compare_rows("log-probabilities of the likeliest tokens", have.top_logprobs, want.top_logprobs[share], tolerance.logprobs)
+    _compare_rows("logits", have.logits, want.logits[share], tolerance.logprobs)
+    assert have.top_tokens is not None
+    for index, (mine, theirs, best) in enumerate(zip(have.top_tokens, want.top_tokens[share], want.top_logprobs[share], strict=True)):
+        # Tokens that are as likely but for rounding may change places.
+        apart = np.abs(np.diff(best, axis=1)) > 4 * tolerance.logprobs
+        sure = np.pad(apart, ((0, 0), (1, 0)), constant_values=True) & np.pad(apart, ((0, 0), (0, 1)), constant_values=False)
+        if (mine != theirs)[sure].any():
+            raise AssertionError(f"the likeliest tokens of row {index} differ")
+
+
+def check_token_budget(trainer: TrainModel, rows: Rows, *, share: slice = ALL, main: bool = True, tolerance: Tolerance = FP32) -> None:
+    """Micro-batches by a budget of tokens give the loss, gradients and log-probabilities of one batch, rows in their order."""
+    mine = list(rows[share])
+    _set_up(trainer)
+    whole = collected(trainer.forward_backward(mine))
+    gradients = trainer.export_gradients()
+    trainer.zero_grad()
+    budget = max(len(row) for row in rows) + 2
+    parts = collected(trainer.forward_backward(mine, micro_batch_tokens=budget))
+    assert whole.loss is not None
+    assert parts.loss is not None
+    compare_numbers("loss by a budget of tokens", parts.loss, whole.loss, tolerance.loss)
+    _compare_gradients("gradients by a budget of tokens", trainer.export_gradients(), gradients, main, tolerance)
+    if whole.logprobs is not None:
+        _compare_rows("log-probabilities by a budget of tokens", parts.logprobs, whole.logprobs, tolerance.logprobs)
+        scored = collected(trainer.forward_only(mine, micro_batch_tokens=budget))
+        _compare_rows("log-probabilities of forward_only by a budget of tokens", scored.logprobs, whole.logprobs, tolerance.logprobs)
+    else:
+        trainer.forward_only(mine, micro_batch_tokens=budget)
+    _clear(trainer)
 
 
 def check_sgd_step(
@@ -294,6 +354,39 @@ def check_metrics(trainer: TrainModel, rows: Rows, *, share: slice = ALL, tolera
     _clear(trainer)
 
 
+def check_added_metric(
+    trainer: TrainModel, reference: TrainModel, rows: Rows, *, share: slice = ALL, micro_batch_size: int | None = 2, tolerance: Tolerance = FP32
+) -> None:
+    """What is measured beside the loss equals the reference's, over all ranks and micro-batches, and changes no gradient."""
+    _set_up(trainer, reference)
+    trainer.forward_backward(rows[share], micro_batch_size)
+    norm = trainer.clip_grad_norm(float("inf"))
+    trainer.zero_grad()
+    for each in (trainer, reference):
+        each.add_metric(_Surprise, power=2)
+        each.calculate_metric()
+    have = collected(trainer.forward_backward(rows[share], micro_batch_size)).metrics
+    want = collected(reference.forward_backward(rows)).metrics
+    totals = trainer.calculate_metric()
+    for name in ("surprise", "worst"):
+        if name not in have or name not in totals:
+            raise AssertionError(f"the metric {name!r} was not measured")
+        compare_numbers(f"added metric {name!r}", have[name], want[name], tolerance.logprobs, tolerance.logprobs)
+        compare_numbers(f"added metric {name!r} of calculate_metric", totals[name], want[name], tolerance.logprobs, tolerance.logprobs)
+    compare_numbers("gradient norm beside an added metric", trainer.clip_grad_norm(float("inf")), norm, 0, tolerance.norm)
+    _clear(trainer, reference)
+
+
+class _Surprise:
+    def __init__(self, power: int) -> None:
+        self._power = power
+
+    def __call__(self, inputs: LossInput) -> dict[str, AnyMetric]:
+        trained = inputs.mask_BT > 0
+        values = inputs.logprobs_BT[trained].abs() ** self._power
+        return {"surprise": Metric(values.double().sum(), trained.sum()), "worst": MaxMetric(values.max() if len(values) else 0.0)}
+
+
 def check_learning_rate(trainer: TrainModel, rows: Rows, *, share: slice = ALL, main: bool = True, tolerance: Tolerance = FP32) -> None:
     """Each step moves the weights by the schedule's learning rate times the gradient: with warm-up 1/2 and 1, then half-way down."""
     _set_up(trainer)
@@ -446,11 +539,13 @@ def run_all(
     sequences: dict[str, Any] = {"loss": "grpo", "loss_options": {"aggregation": "sequence"}}
     check_logprobs(trainer, reference, rows, share=share, has_outputs=has_outputs, tolerance=tolerance)
     check_logprobs(trainer, reference, warm, share=share, has_outputs=has_outputs, tolerance=tolerance)
+    check_distributions(trainer, reference, warm, share=share, has_outputs=has_outputs, tolerance=tolerance)
     check_loss_and_gradients(trainer, reference, rows, share=share, main=main, tolerance=tolerance)
     check_loss_and_gradients(trainer, reference, rollouts, share=share, main=main, micro_batch_size=1, tolerance=tolerance, **grpo)
     check_loss_and_gradients(trainer, reference, rollouts, share=share, main=main, micro_batch_size=2, tolerance=tolerance, **sequences)
     check_micro_batching(trainer, rows, share=share, main=main, tolerance=tolerance)
     check_micro_batching(trainer, rollouts, share=share, main=main, tolerance=tolerance, **sequences)
+    check_token_budget(trainer, rows, share=share, main=main, tolerance=tolerance)
     check_accumulation_equals_one_batch(trainer, rows, share=share, main=main, tolerance=tolerance)
     check_three_calls_equal_forward_backward(trainer, rows, share=share, main=main, has_graph=has_graph, tolerance=tolerance)
     check_forward_only_disturbs_nothing(trainer, rows, share=share, main=main, tolerance=tolerance)
@@ -458,6 +553,7 @@ def run_all(
     own = rows if has_outputs else rollout_features(reference, rows, drift=0.0)
     check_first_ratio_is_one(trainer, own, share=share, has_outputs=has_outputs)
     check_metrics(trainer, rows, share=share, tolerance=tolerance)
+    check_added_metric(trainer, reference, rows, share=share, tolerance=tolerance)
     check_call_order(trainer, rows, share=share)
     check_sgd_step(trainer, reference, rows, share=share, main=main, tolerance=tolerance)
     check_sgd_step(trainer, reference, warm, share=share, main=main, momentum=0.9, steps=3, max_grad_norm=1.0, tolerance=tolerance)
