@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from twinkle_data import InputFeature
 from twinkle_megatron import CheckpointError, LayoutError, MegatronModel, ModelNotFoundError, UnsupportedModelError
 from twinkle_mesh import DeviceMesh
-from twinkle_train import ConfigError, InputError, LossInput, LossOutput
+from twinkle_train import CallOrderError, ConfigError, InputError, LossInput, LossOutput
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_export_is_exact_and_a_saved_model_gives_the_same_logits_in_transformers
 def test_saving_over_a_checkpoint_replaces_it_whole(checkpoint: Any, build: Any, tmp_path: Path) -> None:
     model = build(checkpoint("qwen3"))
     target = tmp_path / "saved"
-    target.mkdir()
+    model.save(target)
     (target / "stale.safetensors").write_text("old")
     model.save(target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
@@ -249,6 +249,38 @@ def test_a_checkpoint_that_lacks_a_tensor_is_named(checkpoint: Any, tmp_path: Pa
     save_file(tensors, tmp_path / "lacking" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* model\.layers\.1\.mlp\.up_proj\.weight"):
         MegatronModel(tmp_path / "lacking")
+
+
+def test_files_that_are_cut_off_are_named(checkpoint: Any, build: Any, tmp_path: Path) -> None:
+    def cut(source: Path, name: str, file: str) -> Path:
+        shutil.copytree(source, tmp_path / name)
+        path = tmp_path / name / file
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        return tmp_path / name
+
+    good = checkpoint("qwen3")
+    with pytest.raises(CheckpointError, match=r"weights/model.safetensors cannot be read .*: copy or download it again"):
+        build(cut(good, "weights", "model.safetensors"))
+    with pytest.raises(UnsupportedModelError, match=r"config: config\.json cannot be read"):
+        build(cut(good, "config", "config.json"))
+    model = build(good)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        model.load(tmp_path / "weights")
+    model.add_adapter_to_model("a", {"r": 2})
+    model.save(tmp_path / "adapter", adapter_name="a")
+    with pytest.raises(CheckpointError, match="is no adapter in peft's format"):
+        model.load(cut(tmp_path / "adapter", "half", "adapter_model.safetensors"), adapter_name="a")
+    with pytest.raises(CheckpointError, match=r"it holds 'adapter_config.json'.* would be deleted"):
+        model.save(tmp_path / "adapter")
+    model.set_optimizer("adamw", lr=0.01)
+    model.save_checkpoint(tmp_path / "state")
+    for file in (".metadata", "__0_0.distcp", "generators-0.pt"):
+        with pytest.raises(CheckpointError, match="could not read"):
+            model.resume_from_checkpoint(cut(tmp_path / "state", file.strip("._"), file))
+    model.resume_from_checkpoint(tmp_path / "state")
+    model.close()
+    with pytest.raises(CallOrderError, match="the model is closed"):
+        model.save(tmp_path / "late")
 
 
 def test_loading_another_model_is_refused(checkpoint: Any, build: Any) -> None:

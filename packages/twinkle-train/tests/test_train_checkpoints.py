@@ -172,11 +172,13 @@ def test_what_is_no_checkpoint_is_never_replaced(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     trained.save_checkpoint(tmp_path / "empty")
     trained.save_checkpoint(tmp_path / "empty")
-    assert list_checkpoints(tmp_path)[-1] == tmp_path / "empty"
-    with pytest.raises(FileExistsError, match=r"holds 'notes.txt'"), staged_folder(tmp_path / "notes"):
+    assert read_checkpoint(tmp_path / "empty").step == 1
+    with pytest.raises(FileExistsError, match=r"holds 'notes.txt'"), staged_folder(tmp_path / "notes", "config.json"):
         pass
-    with staged_folder(tmp_path / "weights") as folder:
+    with staged_folder(tmp_path / "weights", "config.json") as folder:
         (folder / "config.json").write_text("{}")
-    with staged_folder(tmp_path / "weights") as folder:
+    with staged_folder(tmp_path / "weights", "config.json") as folder:
         (folder / "config.json").write_text("[]")
     assert (tmp_path / "weights" / "config.json").read_text() == "[]"
+    with pytest.raises(FileExistsError, match=r"holds 'config.json'"), staged_folder(tmp_path / "weights", "adapter_config.json"):
+        pass

@@ -181,7 +181,7 @@ def test_a_model_is_saved_whole_and_read_back_by_transformers(checkpoint: Any, m
 
     source = checkpoint("deepseek_v3")
     model = made(source)
-    (tmp_path / "saved").mkdir()
+    model.save(tmp_path / "saved")
     (tmp_path / "saved" / "old").write_text("replaced")
     model.save(tmp_path / "saved")
     assert not (tmp_path / "saved" / "old").exists()

@@ -71,7 +71,10 @@ def read_config(path: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{path}: config.json cannot be read: {error}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(f"{path} is quantized (quantization_config in config.json): convert it to bfloat16 or float32 first.")
     if registered_bridge(config.model_type) is not None:

@@ -11,6 +11,8 @@ from megatron.core.optimizer.muon import HAVE_EMERGING_OPTIMIZERS, get_megatron_
 
 from twinkle_train import OptimizerConfig
 
+from ._gradients import sum_of_squares
+
 
 class Optimizer:
     """An optimizer over this rank's model chunks (wrapped in megatron-core's DistributedDataParallel).
@@ -60,7 +62,8 @@ class Optimizer:
     def grad_norm(self) -> float:
         """The global norm of the reduced gradients. Collective."""
         self._optimizer.prepare_grads()
-        return float(self._optimizer.get_grad_norm())
+        parts = self._optimizer.chained_optimizers
+        return sum(sum_of_squares(part.get_main_grads_for_grad_norm(), part.get_grad_stats_parallel_group()) for part in parts) ** 0.5
 
     def adjust(self, config: OptimizerConfig) -> None:
         """Other betas, eps and weight decay, with the states as they are."""

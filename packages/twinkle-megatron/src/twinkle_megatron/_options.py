@@ -32,6 +32,24 @@ _OWNED = (
 )
 
 
+# Whatever the weights fit.
+_OF_CONFIG = (
+    "ffn_hidden_size",
+    "hidden_size",
+    "kv_channels",
+    "layernorm_epsilon",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "multi_latent_attention",
+    "normalization",
+    "num_attention_heads",
+    "num_layers",
+    "num_moe_experts",
+    "num_query_groups",
+    "qk_layernorm",
+)
+
+
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The user's fields of megatron-core's TransformerConfig.
 
@@ -44,6 +62,8 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"transformer_options: megatron-core's TransformerConfig has no {', '.join(unknown)}")
     if owned := sorted(set(options) & set(_OWNED)):
         raise ConfigError(f"transformer_options: {', '.join(owned)} follow from device_mesh, mixed_precision and the trainer contract; set those")
+    if given := sorted(set(options) & set(_OF_CONFIG)):
+        raise ConfigError(f"transformer_options: {', '.join(given)} follow from the checkpoint's config.json; another model needs another checkpoint")
     balancing = options.get("moe_router_load_balancing_type", "none")
     if balancing not in ("none", "aux_loss"):
         raise ConfigError(

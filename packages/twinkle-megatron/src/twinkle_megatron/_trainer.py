@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
 from twinkle_train import (
+    CallOrderError,
     CheckpointInfo,
     CheckpointWriter,
     ComputeLoss,
@@ -28,11 +29,11 @@ from twinkle_train import (
     TokenOutputs,
     TrainerBase,
     check_same_trainer,
-    generators_path,
     init_process_group,
     read_adapter,
     read_checkpoint,
     read_checkpoint_pieces,
+    read_generators,
     save_adapter,
     write_hf_checkpoint,
 )
@@ -129,6 +130,7 @@ class MegatronTrainer(TrainerBase):
         )
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError, add_files=add_megatron_files)
         self._replays = False
+        self._closed = False
         self._rows: list[Row] = []
         self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
         super().__init__(
@@ -249,6 +251,10 @@ class MegatronTrainer(TrainerBase):
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         steps = {name: each.step for name, each in info.adapters.items()}
+        # Of one adapter among others none: dropout of the others must not jump back.
+        everything = steps.keys() == read_checkpoint(path).adapters.keys()
+        same_mesh = info.engine["mesh"] == self._checkpoint_entries()["mesh"]
+        generators = read_generators(path, error_type=CheckpointError) if everything and same_mesh else None
         for name, step in steps.items():
             self._engine.trainable(name).make_optimizer_states(step)
         read_checkpoint_pieces(path, self._engine.checkpoint_pieces(steps), renamed=info.renamed, error_type=CheckpointError)
@@ -256,12 +262,9 @@ class MegatronTrainer(TrainerBase):
             self._engine.trainable(name).pieces_filled()
             if (scale := self._engine.trainable(name).loss_scale) is not None:
                 scale.load(info.engine["loss_scales"][info.renamed.get(name, name)])
-        if steps.keys() != read_checkpoint(path).adapters.keys():
-            return  # one adapter among others: dropout of the others must not jump back
-        if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
-            states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
-            self._engine.set_generator_states(states)
-        else:
+        if generators is not None:
+            self._engine.set_generator_states(generators)
+        elif everything:
             logger.info("%s was written by another layout: dropout's generators start anew", path)
 
     # What the contract leaves to a trainer.
@@ -329,6 +332,7 @@ class MegatronTrainer(TrainerBase):
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, under its Hugging Face name, on rank 0; others send it their parts and yield nothing. All ranks iterate to the end."""
+        self._state("")
         return self._engine.export_weights()
 
     def iter_adapter(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -366,10 +370,16 @@ class MegatronTrainer(TrainerBase):
         Raises:
             CheckpointError: a checkpoint that was still written in the background failed.
         """
+        self._closed = True
         try:
             self._checkpoints.close()
         finally:
             self._engine.close()
+
+    def _state(self, adapter_name: str) -> Any:
+        if self._closed:
+            raise CallOrderError("the model is closed: build a new one")
+        return super()._state(adapter_name)
 
 
 def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:

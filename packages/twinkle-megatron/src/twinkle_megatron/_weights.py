@@ -325,11 +325,18 @@ class _Scratch:
 
 
 def _open(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """An open file for every tensor in a folder of safetensors."""
-    from safetensors import safe_open
+    """An open file for every tensor in a folder of safetensors.
+
+    Raises:
+        CheckpointError: one of them is not whole.
+    """
+    from safetensors import SafetensorError, safe_open
 
     files: dict[str, Any] = {}
     for file in sorted(path.glob("*.safetensors")):
-        opened = stack.enter_context(safe_open(file, framework="pt"))
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}): copy or download it again.") from None
         files.update(dict.fromkeys(opened.keys(), opened))
     return files

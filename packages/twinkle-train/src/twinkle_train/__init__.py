@@ -2,7 +2,7 @@
 
 from ._adapter_files import AdapterSource, check_adapter_matrices, draw_lora_a, merge_adapter, peft_name, read_adapter, save_adapter
 from ._advantages import GRPOAdvantage, group_advantages
-from ._checkpoint_writer import CheckpointWriter, check_same_trainer, generators_path, read_checkpoint_pieces
+from ._checkpoint_writer import CheckpointWriter, check_same_trainer, generators_path, read_checkpoint_pieces, read_generators
 from ._checkpoints import (
     AdapterProgress,
     CheckpointInfo,
@@ -112,6 +112,7 @@ __all__ = [
     "read_adapter",
     "read_checkpoint",
     "read_checkpoint_pieces",
+    "read_generators",
     "reduce_max",
     "reduce_sum",
     "reduce_totals",

@@ -59,7 +59,7 @@ def save_adapter(
 def _write(matrices: Iterator[tuple[str, torch.Tensor]], target: Path, config: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    with staged_folder(target) as folder:
+    with staged_folder(target, _CONFIG_FILE) as folder:
         tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in matrices}
         save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / _CONFIG_FILE).write_text(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
@@ -71,12 +71,13 @@ def read_adapter(folder: Path, lora: LoraConfig, *, error_type: type[CheckpointE
     Raises:
         CheckpointError: no adapter is there, or it has another configuration; as `error_type`.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         content = json.loads((folder / _CONFIG_FILE).read_text())
         matrices = load_file(folder / _WEIGHTS_FILE)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise error_type(f"{folder} is no adapter in peft's format ({_CONFIG_FILE} and {_WEIGHTS_FILE}): {error}") from None
     try:
         theirs = LoraConfig.of(content)

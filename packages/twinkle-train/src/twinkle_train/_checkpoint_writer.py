@@ -202,11 +202,30 @@ def read_checkpoint_pieces(
         read_pieces(path, [_as_written(piece, renamed or {}) for piece in pieces])
     except CheckpointError as error:
         failure = str(error)
-    except (OSError, RuntimeError, KeyError, EOFError) as error:
+    except Exception as error:  # whatever a broken file makes of torch's reader and pickle: the other ranks must not go on alone
         failure = f"could not read {path}: {type(error).__name__}: {error}"
     failure = _any_failure(failure, group)
     if failure is not None:
         raise error_type(failure)
+
+
+def read_generators(path: Path, group: Any = None, *, error_type: type[CheckpointError] = CheckpointError) -> Any:
+    """This rank's generators' states from a checkpoint of the same layout, on the CPU. Collective.
+
+    Raises:
+        CheckpointError: some rank's cannot be read; on every rank, as `error_type`.
+    """
+    file = generators_path(path, dist.get_rank())
+    failure: str | None = None
+    states: Any = None
+    try:
+        states = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # as above
+        failure = f"could not read {file}: {type(error).__name__}: {error}"
+    failure = _any_failure(failure, group)
+    if failure is not None:
+        raise error_type(failure)
+    return states
 
 
 def _as_written(piece: Piece, renamed: Mapping[str, str]) -> Piece:

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,10 +144,10 @@ def unfinished_path(target: Path) -> Path:
     return target.with_name(_UNFINISHED + target.name)
 
 
-def check_replaceable(target: Path, marks: Collection[str]) -> None:
+def check_replaceable(target: Path, mark: str) -> None:
     """Refuses a target whose place a new folder must not take, since what is in it would be deleted.
 
-    marks: files of which one is in every folder that may be replaced. Empty folders may be, folders with folders in them may not.
+    mark: a file that is in every folder that may be replaced. Empty folders may be, folders with folders in them may not.
 
     Raises FileExistsError.
     """
@@ -156,7 +156,7 @@ def check_replaceable(target: Path, marks: Collection[str]) -> None:
     if not target.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a file, and would be deleted", str(target))
     entries = sorted(target.iterdir())
-    foreign = [entry for entry in entries if entry.is_dir()] or ([] if any((target / mark).is_file() for mark in marks) else entries)
+    foreign = [entry for entry in entries if entry.is_dir()] or ([] if (target / mark).is_file() else entries)
     if foreign:
         raise FileExistsError(errno.EEXIST, f"it holds {foreign[0].name!r}, which is not part of such a checkpoint and would be deleted", str(target))
 
@@ -166,7 +166,7 @@ def begin_checkpoint(target: Path) -> Path:
 
     Raises FileExistsError when there is something at the target that is no training checkpoint.
     """
-    check_replaceable(target, (CHECKPOINT_FILE,))
+    check_replaceable(target, CHECKPOINT_FILE)
     folder = unfinished_path(target)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -47,7 +47,7 @@ def write_hf_checkpoint(
     """
 
     def write() -> None:
-        with staged_folder(target) as folder:
+        with staged_folder(target, "config.json") as folder:
             _write_tensors(weights, folder)
             config = json.loads((source / "config.json").read_text())
             config.pop("torch_dtype", None)
@@ -87,12 +87,14 @@ def write_on_rank_zero(
 
 
 @contextmanager
-def staged_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path, mark: str) -> Iterator[Path]:
     """A new folder beside the target, which takes the target's place at the end of the block; an error in it removes the folder instead.
 
-    Raises FileExistsError when there is something at the target that is no checkpoint (no config.json, or a folder in it): it would be deleted.
+    mark: a file that is in every folder of this kind.
+
+    Raises FileExistsError when there is something else at the target (without such a file, or with a folder in it): it would be deleted.
     """
-    check_replaceable(target, ("config.json", "adapter_config.json"))
+    check_replaceable(target, mark)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -566,8 +566,8 @@ class TrainerBase(TrainModel):
         return self._processor(rows)
 
     def _check_wanted(self, wanted: Wanted) -> None:
-        if wanted.top_k < 0:
-            raise ConfigError(f"top_k must be >= 0, got {wanted.top_k}")
+        if not isinstance(wanted.top_k, (int, np.integer)) or wanted.top_k < 0:
+            raise ConfigError(f"top_k must be a whole number >= 0, got {wanted.top_k!r}")
         if self._vocab_size is not None and wanted.top_k > self._vocab_size:
             raise ConfigError(f"top_k={wanted.top_k}, and the model's vocabulary has {self._vocab_size} tokens")
 

@@ -30,12 +30,12 @@ from twinkle_train import (
     TokenOutputs,
     TrainerBase,
     check_same_trainer,
-    generators_path,
     init_process_group,
     merge_adapter,
     read_adapter,
     read_checkpoint,
     read_checkpoint_pieces,
+    read_generators,
     save_adapter,
     write_hf_checkpoint,
 )
@@ -341,18 +341,19 @@ class TransformersTrainer(TrainerBase):
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
+        # Of one adapter among others none: dropout of the others must not jump back.
+        everything = info.adapters.keys() == read_checkpoint(path).adapters.keys()
+        same_mesh = info.engine["mesh"] == self._checkpoint_entries()["mesh"]
+        states = read_generators(path, error_type=CheckpointError) if everything and same_mesh else None
         for name, progress in info.adapters.items():
             if progress.optimizer is not None:
                 self._optimizers[name].make_states(progress.step)
         read_checkpoint_pieces(path, self._pieces(info), renamed=info.renamed, error_type=CheckpointError)
-        if info.adapters.keys() != read_checkpoint(path).adapters.keys():
-            return  # one adapter among others: dropout of the others must not jump back
-        if info.engine["mesh"] == self._checkpoint_entries()["mesh"]:
-            states = torch.load(generators_path(path, torch.distributed.get_rank()), map_location="cpu", weights_only=True)
+        if states is not None:
             torch.set_rng_state(states["cpu"])
             if "cuda" in states:
                 torch.cuda.set_rng_state(states["cuda"], self._groups_of_mesh.device)
-        else:
+        elif everything:
             logger.info("%s was written by another layout: dropout's generators start anew", path)
 
     # What the contract leaves to a trainer.
