@@ -278,7 +278,7 @@ class ShiftsLogits(ChangesDistributions):
 class MeasuresFirstMicroBatch(ReferenceTrainer):
     """Metrics that were added see the first micro-batch only."""
 
-    def add_metric(self, metric, *, adapter_name="", **options):
+    def add_metric(self, metric: Any, *, adapter_name="", **options):
         measure = metric(**options)
         seen = []
 
