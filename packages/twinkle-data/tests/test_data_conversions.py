@@ -1,6 +1,8 @@
 """What rows of chat data become where a careless reading would lose or double something."""
 
 import copy
+import csv
+import json
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from twinkle_data import (
     FormatError,
     InputFeature,
     InputProcessor,
+    IterableDataset,
     IterablePackingDataset,
     PackingDataset,
     Template,
+    TemplateError,
     append_context,
     append_sample,
     prompt_dataset,
@@ -210,7 +214,7 @@ def test_a_template_that_leaves_out_parallel_calls_is_refused(make_tokenizer):
     tokenizer = copy.deepcopy(make_tokenizer("qwen3"))
     assert Template(tokenizer).decode(Template(tokenizer).encode(messages).input_ids).count('"x"') == 2
     tokenizer.chat_template = tokenizer.chat_template.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
-    with pytest.raises(DatasetError, match="leaves out all but one of several calls"):
+    with pytest.raises(DatasetError, match="leaves out some of several calls"):
         Dataset([{"messages": messages}]).encode(Template(tokenizer))[0]
     assert len(Template(tokenizer).encode([ASK, {**messages[1], "tool_calls": calls[:1]}])), "one call is rendered"
 
@@ -219,3 +223,87 @@ def test_errors_of_batch_encode_name_the_index(make_tokenizer):
     template = Template(make_tokenizer("qwen3"))
     with pytest.raises(FormatError, match=r"trajectories\[1\]: Trajectory.messages is empty"):
         template.batch_encode([[ASK, GOOD], []])
+
+
+TOOL_CALL = {"function": {"name": "add", "arguments": {"x": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("what", "fields"),
+    [
+        ("tool", {"messages": [{"role": "user", "content": "add 1 with add"}, GOOD], "tools": [{"function": {"name": "add"}}]}),
+        ("call", {"messages": [ASK, {"role": "assistant", "content": "I add.", "tool_calls": [TOOL_CALL]}]}),
+        ("reasoning", {"messages": [ASK, {"role": "assistant", "content": "Yes. So be it.", "reasoning_content": "Yes."}]}),
+    ],
+)
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_what_a_template_leaves_out_is_missed_though_its_words_stand_in_the_text(make_tokenizer, family, what, fields):
+    with pytest.raises(DatasetError, match=f"does not render .*{what}"):
+        Dataset([fields]).encode(Template(make_tokenizer(family)))[0]
+    if what == "call":
+        with pytest.raises(DatasetError, match="does not render the call of 'add'"):
+            Dataset([{"messages": [*fields["messages"], ASK]}]).encode(Template(make_tokenizer(family)), add_generation_prompt=True)[0]
+    if what != "call":  # and where they are rendered, nothing is missed
+        assert Dataset([fields]).encode(Template(make_tokenizer("qwen3")))[0].completion_mask.any()
+
+
+def test_a_call_beside_a_text_that_names_it_is_missed_where_only_calls_alone_are_rendered(make_tokenizer):
+    alone = [ASK, {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}]
+    template = Template(make_tokenizer("deepseek"))
+    assert "add" in template.decode(template.encode(alone).input_ids)
+    with pytest.raises(TemplateError, match="does not render the call of 'add'"):
+        template.encode([ASK, {**alone[1], "content": "I add."}])
+
+
+@pytest.mark.parametrize("given", [0, False, [], 5])
+def test_an_input_that_is_no_text_is_refused_and_not_left_out(given):
+    with pytest.raises(DatasetError, match="row 0: input must be a text"):
+        Dataset([{"instruction": "Double it.", "input": given, "output": "0"}]).conversations()[0]
+
+
+def test_a_role_must_mean_one_that_there_is():
+    row = {"messages": [{"role": "customer", "content": "q"}, {"role": "clerk", "content": "A"}]}
+    assert turns(Dataset([row]).conversations(roles={"customer": "human", "clerk": "assistant"})[0]) == [("user", "q"), ("assistant", "A")]
+    for attempt in (Dataset([row]).conversations, IterableDataset([row]).conversations):
+        with pytest.raises(FormatError, match="roles says that 'clerk' means 'assitant', which is no role"):
+            attempt(roles={"customer": "user", "clerk": "assitant"})
+
+
+def test_openai_s_older_calls_and_what_its_answers_say_nothing_with():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}, "refusal": None, "annotations": []}
+    row = {"messages": [ASK, call, {"role": "function", "name": "f", "content": "2"}, GOOD], "functions": [{"name": "f"}]}
+    (made,) = Dataset([row]).conversations()
+    assert [(message.role, [call.name for call in message.tool_calls]) for message in made.messages][1:3] == [("assistant", ["f"]), ("tool", [])]
+    with pytest.raises(DatasetError, match=r"messages\[1\] has both 'function_call' and 'tool_calls'"):
+        Dataset([{"messages": [ASK, {**call, "tool_calls": [TOOL_CALL]}]}]).conversations()[0]
+    with pytest.raises(DatasetError, match=r"unknown fields \['annotations'\]"):
+        Dataset([{"messages": [ASK, {**GOOD, "annotations": [1]}]}]).conversations()[0]
+
+
+def test_conversations_that_a_table_keeps_as_json_texts(tmp_path):
+    path = tmp_path / "rows.csv"
+    sharegpt = [{"from": "human", "value": 'a "q"'}, {"from": "gpt", "value": "A"}]
+    for name, value in (("messages", [{"role": "user", "content": 'a "q"'}, GOOD]), ("conversations", sharegpt)):
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([[name, "id"], [json.dumps(value, indent=1), "7"]])
+        (made,) = Dataset(path).conversations()
+        assert (turns(made), made.user_data) == ([("user", 'a "q"'), ("assistant", "A")], {"id": "7"})
+        with pytest.raises(DatasetError, match=f"row 0: {name} is not JSON"):
+            Dataset([{name: "{"}]).conversations()[0]
+    asked = prompt_dataset([{"messages": json.dumps([ASK]), "answer": 1}])[0]
+    assert turns(asked) == [("user", "q")]
+
+
+@pytest.mark.parametrize("too_long", ["left", "split"])
+def test_positions_of_a_part_that_begins_in_the_middle_of_an_image(too_long):
+    # Two text tokens, an image of 2 x 2, two text tokens: time, height and width.
+    axes = [[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]]
+    rows = list(PackingDataset([InputFeature(input_ids=range(8), position_ids=axes)], max_length=5, too_long=too_long))
+    (part,) = [row for row in rows if row.input_ids[-1] == 7]
+    start = 8 - len(part)
+    np.testing.assert_array_equal(part.position_ids, np.array(axes)[:, start:] - 2)
+
+
+def test_targets_are_kept_when_tokens_are_appended():
+    taught = InputFeature(input_ids=[1, 2], targets=[8, 9])
+    assert append_context(append_sample(taught, [5]), [6]).targets.tolist() == [8, 9, 5, 6]

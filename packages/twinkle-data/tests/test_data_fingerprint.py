@@ -1,15 +1,18 @@
 """Cached results are named by what the work does: whatever it depends on changes the name, and nothing else does."""
 
 import importlib
+import shutil
 import sys
 import textwrap
 import threading
+from importlib import metadata
 from typing import Any
 
 import pytest
 
-from twinkle_data import Dataset, DatasetError
+from twinkle_data import Dataset, DatasetError, Template, _module_sources
 from twinkle_data._fingerprint import fingerprint
+from twinkle_data._transforms import EncodeRows
 
 # Each defines fn, which depends on VALUE in some way.
 WAYS = {
@@ -82,12 +85,41 @@ WAYS = {
             def __call__(self, row): return row * VALUE
         fn = Fn()
     """,
+    "subclass of str": """
+        class Text(str):
+            def __repr__(self): return "text"
+        def fn(row, factor=Text("VALUE")): return row * int(factor)
+    """,
+    "attribute of a function": """
+        def fn(row): return row * fn.factor
+        fn.factor = VALUE
+    """,
+    "attribute of a dataclass's object": """
+        @dataclasses.dataclass
+        class Fn:
+            name: str = "a"
+            def __call__(self, row): return row * self.factor
+        fn = Fn()
+        fn.factor = VALUE
+    """,
+    "array of objects": """
+        factors = numpy.array([FACTOR, None], dtype=object)
+        FACTOR[0] = VALUE
+        def fn(row): return row * factors[0][0]
+    """,
+    "compiled pattern": """
+        pattern = re.compile("VALUE")
+        def fn(row): return row * int(pattern.pattern)
+    """,
 }
 
 
+FACTOR: list[int] = [0]  # one object, whose address stays
+
+
 def made(way, value):
-    space: dict[str, Any] = {"__name__": "__main__"}
-    exec("import enum, functools, threading\n" + textwrap.dedent(WAYS[way]).replace("VALUE", str(value)), space)
+    space: dict[str, Any] = {"__name__": "__main__", "FACTOR": FACTOR}
+    exec("import dataclasses, enum, functools, re, threading\nimport numpy\n" + textwrap.dedent(WAYS[way]).replace("VALUE", str(value)), space)
     return space["fn"]
 
 
@@ -130,3 +162,48 @@ def test_what_cannot_be_told_is_refused():
         deep = [deep]
     with pytest.raises(DatasetError, match="nested too deep"):
         fingerprint(deep)
+
+
+def test_a_digest_follows_the_version_of_an_installed_package_that_says_none_itself(tmp_path, monkeypatch):
+    site = tmp_path / "site-packages"
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (site / "twinkle_test_lib").mkdir(parents=True)
+    (site / "twinkle_test_lib" / "__init__.py").write_text("def scale(row):\n    return row\n")
+    digests = []
+    for project in ("twinkle_test_lib", "twinkle_test_project"):  # named as its package, or otherwise
+        for version in ("1.0", "1.0", "2.0"):
+            for old in site.glob("*.dist-info"):
+                shutil.rmtree(old)
+            info = site / f"{project}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+            (info / "top_level.txt").write_text("twinkle_test_lib\n")
+            sys.modules.pop("twinkle_test_lib", None)
+            importlib.invalidate_caches()
+            forget_versions()  # a process sees one
+            space = {"__name__": "__main__", "lib": importlib.import_module("twinkle_test_lib")}
+            exec("def fn(row): return lib.scale(row)", space)
+            digests.append(fingerprint(space["fn"]))
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[3] == digests[4] != digests[5]
+
+
+def test_encodings_are_named_by_the_versions_of_what_encodes(make_tokenizer, monkeypatch):
+    def name():
+        forget_versions()
+        return EncodeRows(template, False, None, None).key()
+
+    template = Template(make_tokenizer("chatml"))
+    before = name()
+    assert name() == before
+    version = metadata.version
+    for package in ("twinkle_data", "transformers", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(metadata, "version", lambda asked, package=package: "0.0" if asked == package else version(asked))
+            assert name() != before
+
+
+def forget_versions():
+    _module_sources._version.cache_clear()
+    _module_sources._distributions.cache_clear()

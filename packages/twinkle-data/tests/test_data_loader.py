@@ -3,10 +3,14 @@
 import importlib.util
 import json
 import os
+import random
+import re
 import signal
+import sys
 import threading
 from itertools import groupby
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -352,3 +356,42 @@ def test_on_ray_one_worker_gives_out_whole_batches_and_resumes():
             shares, all_rows = two.take(batch).get(), one.take(batch).get()
             assert [row for _, row in shares] == [row for _, row in all_rows] == whole[index]
             assert [len(list(group)) for _, group in groupby(pid for pid, _ in shares)] == [2, 2]
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_does_not_even_read_its_tasks_is_an_error():
+    def stop(_):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    # A task of this many indices does not fit into a pipe.
+    loader = DataLoader(Dataset(range(400_000)).map(stop), batch_size=100_000, num_workers=1, prefetch_batches=3, worker_timeout_s=1)
+    with pytest.raises(LoaderTimeoutError, match=r"was not there after 1 s: worker 0 .* does not read that it is to work on"):
+        next(loader)
+    with pytest.raises(LoaderTimeoutError):
+        next(loader)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("row", "error", "message"),
+    [
+        (lambda: sys.exit(0), WorkerError, r"worker 0 .* failed on .*SystemExit: 0"),
+        (lambda: lambda: 0, DatasetError, "what was read cannot be sent from a worker process"),
+    ],
+)
+def test_a_worker_that_leaves_and_rows_that_cannot_travel_are_errors_here(row, error, message):
+    with pytest.raises(error, match=re.compile(message, re.DOTALL)):
+        next(DataLoader(Dataset([0]).map(lambda _: row()), batch_size=1, num_workers=1))
+
+
+@pytest.mark.timeout(60)
+def test_workers_draw_other_random_numbers_than_one_another_and_the_same_in_a_seeded_program():
+    def draws():
+        rows = Dataset(range(8)).map(lambda _: (random.random(), np.random.random()))
+        return [row for _ in range(2) for batch in DataLoader(rows, batch_size=2, num_workers=2) for row in batch]
+
+    np.random.seed(5)
+    first = draws()
+    assert len({x for x, _ in first}) == len({y for _, y in first}) == 16
+    np.random.seed(5)
+    assert draws() == first

@@ -18,16 +18,20 @@ from twinkle_data import (
     DatasetError,
     FormatError,
     InputFeature,
+    InputProcessor,
     IterableDataset,
     IterablePackingDataset,
     PackingDataset,
     RetrySampler,
     SampledSequence,
     SamplingParams,
+    Template,
     append_context,
     append_sample,
     concatenate,
     mix,
+    pack_lengths,
+    plan_micro_batches,
 )
 
 ROWS = Dataset([10, 11, 12])
@@ -217,3 +221,55 @@ def test_datasets_and_loaders_say_what_they_hold():
     assert repr(odds) == "<Dataset of 1 row>"
     assert repr(DataLoader(ROWS, batch_size=2)) == "<DataLoader: batches of 2 from <Dataset of 3 rows>>"
     assert repr(DataLoader(IterableDataset([1]), batch_size=2)).startswith("<DataLoader: batches of 2 from <")
+
+
+def test_files_of_another_layout_than_their_name_says(tmp_path):
+    lines, one = tmp_path / "rows.json", tmp_path / "rows.jsonl"
+    lines.write_text('{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(DatasetError, match=r"it seems to hold one object a line: such a file is called \.jsonl"):
+        Dataset(lines)
+    for text, told in (
+        ('[{"a": 1}]\n', "a list, not a JSON object; a file with one list"),
+        ('[\n{"a": 1}\n]\n', "over several lines is a .json file"),
+    ):
+        one.write_text(text)
+        with pytest.raises(DatasetError, match=told):
+            Dataset(one)
+
+
+def test_names_of_files_are_no_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n')
+    for kind in (Dataset, IterableDataset):
+        for names in ([str(path)], [path], (str(path), "b")):
+            with pytest.raises(DatasetError, match="this is a list of names of files"):
+                kind(names)
+    assert list(Dataset(["about rows.jsonl"])) == ["about rows.jsonl"]
+
+
+def test_splits_are_to_be_chosen():
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list([{"a": 1}]))
+    for kind in (Dataset, IterableDataset):
+        with pytest.raises(DatasetError, match=r"this is a DatasetDict of the splits 'train': give one of them, e.g. splits\['train'\]"):
+            kind(splits)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda: pack_lengths([1.5, 2], 4),
+        lambda: pack_lengths([[1, 2]], 4),
+        lambda: pack_lengths([1], 1.5),
+        lambda: plan_micro_batches([1, 2], 2.5),
+        lambda: plan_micro_batches([1, 2], 4, count=1.5),
+        lambda: PackingDataset([FEATURE], 8, lengths=[2.9]),
+        lambda: InputProcessor(alignment=1.5),
+        lambda: InputProcessor(sequence_alignment="2"),
+        lambda: InputProcessor(pad_token_id=None),
+        lambda: Template("nowhere", max_length=10.5),
+    ],
+)
+def test_numbers_that_are_not_whole_are_refused(attempt):
+    with pytest.raises((DatasetError, FormatError), match=r"whole number|token of the vocabulary"):
+        attempt()

@@ -147,11 +147,11 @@ def test_truncated_last_line(write, lazy):
     assert "line 3" in good.skipped.reasons[0]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_utf_16_file(write, encoding):
-    mark = b"" if encoding == "utf-16" else b"\xfe\xff"
-    with pytest.raises(DatasetError, match=r"is a UTF-16 file; make it UTF-8, e.g. iconv"):
-        Dataset(write(mark + ROW.encode(encoding)))
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("mark", "encoding"), [(b"", "utf-16"), (b"\xfe\xff", "utf-16-be"), (b"", "utf-16-be"), (b"", "utf-16-le")])
+def test_utf_16_file(write, mark, encoding, lazy):
+    with pytest.raises(DatasetError, match=r"is a UTF-16 or UTF-32 file; make it UTF-8, e.g. iconv"):
+        Dataset(write(mark + ROW.encode(encoding)), lazy=lazy)
 
 
 def test_gzip_file_by_name_and_one_that_was_cut_off(write):

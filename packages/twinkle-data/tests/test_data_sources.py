@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from twinkle_data import Dataset, DatasetError, Trajectory, concatenate, mix, prompt_dataset
+from twinkle_data import Dataset, DatasetError, IterableDataset, Trajectory, concatenate, mix, prompt_dataset
 
 
 def lines(*rows):
@@ -97,6 +97,10 @@ def test_a_mixture_draws_by_weight_and_is_the_same_for_a_seed():
     assert [row for row in mixed if row < 10_000] == list(range(sum(row < 10_000 for row in mixed)))
     everything = list(mix(many, Dataset([-1]), stop="all"))
     assert set(everything) == {*range(3000), -1}
+    for stop in ("first", "all"):  # a set and a stream are mixed alike
+        kinds = [[kind(range(5)), kind(range(100, 103))] for kind in (Dataset, IterableDataset)]
+        as_set, as_stream = (list(mix(*parts, weights=[1, 2], seed=3, stop=stop)) for parts in kinds)
+        assert as_set == as_stream
     for bad in ([1], [1, 0], [1, float("inf")]):
         with pytest.raises(DatasetError, match="one weight above zero for each"):
             mix(many, few, weights=bad)

@@ -63,16 +63,16 @@ class IndexedBatches:
     def next(self) -> list[Any] | None:
         if self._pool is None:
             return self._next_here()
-        self._fill(self._pool)
-        if not self._ahead:
-            return None
         try:
-            batch = self._pool.take()
+            self._fill(self._pool)
+            if not self._ahead:
+                return None
+            batch, after = self._pool.take(), self._ahead.popleft()
+            self._fill(self._pool)
         except BaseException:  # whoever goes on after that goes on where the last batch ended
             self.load_state_dict(self._state)
             raise
-        self._state = self._ahead.popleft()
-        self._fill(self._pool)
+        self._state = after
         return batch
 
     def _next_here(self) -> list[Any] | None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ._checks import check_whole
 from ._errors import DatasetError
 
 
@@ -49,7 +50,8 @@ def pack_lengths(lengths: ArrayLike, capacity: int, *, seed: int | None = None) 
     Raises:
         DatasetError: a length below 1 or above the capacity. The message names the row.
     """
-    sizes = np.asarray(lengths, np.int64)
+    sizes = whole_lengths(lengths)
+    check_whole("capacity", capacity, 1)
     if wrong := np.flatnonzero((sizes < 1) | (sizes > capacity))[:1].tolist():
         raise DatasetError(f"row {wrong[0]} has {sizes[wrong[0]]} tokens; packs hold rows of 1 to {capacity}")
     rng = None if seed is None else np.random.default_rng(seed)
@@ -62,6 +64,18 @@ def pack_lengths(lengths: ArrayLike, capacity: int, *, seed: int | None = None) 
         bins = rng.permutation(num_bins)[bins]
     counts = np.bincount(bins, minlength=num_bins)
     return Packs(rows=order[np.argsort(bins, kind="stable")], starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+
+def whole_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+    """Lengths as an array `[N]`.
+
+    Raises:
+        DatasetError: they are no list of whole numbers.
+    """
+    sizes = np.asarray(lengths)
+    if sizes.ndim != 1 or (sizes.size and sizes.dtype.kind not in "iu"):
+        raise DatasetError(f"lengths are a list of whole numbers, one a row, not {sizes.dtype} {sizes.shape}")
+    return sizes.astype(np.int64)
 
 
 def _best_fit(sizes: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], int]:

@@ -265,9 +265,12 @@ def mix_rows(datasets: Sequence[Dataset], weights: Sequence[float], seed: int, s
         raise DatasetError(f"mix: dataset {sizes.index(0)} has no rows")
     offsets = np.cumsum([0, *sizes])
     taken, chosen = [0] * len(sizes), list[int]()
+    ended = set[int]()
     for which in drawn(weights, seed):
-        if taken[which] >= sizes[which] and (stop == "first" or all(count >= size for count, size in zip(taken, sizes, strict=True))):
-            break
+        if taken[which] >= sizes[which]:
+            ended.add(which)
+            if stop == "first" or len(ended) == len(sizes):
+                break
         chosen.append(int(offsets[which]) + taken[which] % sizes[which])
         taken[which] += 1
     return concatenate(*datasets).select(chosen)

@@ -1,5 +1,6 @@
 """Digests of data and of functions, by what they hold and what they do: the names of cached results."""
 
+import copyreg
 import dataclasses
 import hashlib
 import pickle
@@ -32,11 +33,12 @@ _METHODS = (FunctionType, classmethod, staticmethod, property)
 def fingerprint(value: Any) -> str:
     """A digest (SHA-256) of a value. Equal digests mean that it holds the same, or, of a function, that it does the same.
 
-    Followed are: a function's code, defaults, what it closes over and the globals that it uses; functions behind `lru_cache`, `partial` and
-    methods; a class's methods, properties and other attributes, its nested classes and its bases; an enum's members; an object's class and all
-    that its state holds (as it would be pickled), unless it has a method `fingerprint_parts()`. Modules, functions and classes of another package
-    count by the sources of their module and of those that it refers to, where these are your own files, and by name and version where they were
-    installed or are Python's. Not followed are files that a function reads, the environment, and names that are looked up as texts (`getattr`).
+    Followed are: a function's code, defaults, attributes, what it closes over and the globals that it uses; functions behind `lru_cache`,
+    `partial` and methods; a class's methods, properties and other attributes, its nested classes and its bases; an enum's members; an object's
+    class and all that its state holds (as it would be pickled), unless it has a method `fingerprint_parts()`. Modules, functions and classes
+    of another package count by the sources of their module and of those that it refers to, where these are your own files, and by name and
+    version where they were installed or are Python's. Not followed are files that a function reads, the environment, and names that are looked
+    up as texts (`getattr`).
     A changed digest of something unchanged only means that work is done again.
 
     Raises:
@@ -76,7 +78,7 @@ class _Digest:
             self._hash.update(len(encoded).to_bytes(8, "little") + encoded)
 
     def _add(self, value: Any) -> None:
-        if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        if value is None or type(value) in (bool, int, float, complex, str, bytes):
             self._text(type(value).__name__, repr(value))
             return
         if id(value) in self._seen:
@@ -95,7 +97,10 @@ class _Digest:
             self._text(*sorted(fingerprint(item) for item in value))  # pyright: ignore[reportGeneralTypeIssues] # narrowed to the types
         elif isinstance(value, np.ndarray):
             self._text(value.dtype.str, value.shape)
-            self._hash.update(value.tobytes())
+            if value.dtype.hasobject:  # its bytes are addresses
+                self._all(value.reshape(-1).tolist())
+            else:
+                self._hash.update(value.tobytes())
         elif isinstance(value, ModuleType):
             self._text(value.__name__, module_digest(value.__name__))
         elif not self._code(value):
@@ -121,7 +126,7 @@ class _Digest:
         elif isinstance(value, FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
             used = {name: value.__globals__[name] for name in sorted(_names(value.__code__)) if name in value.__globals__}
-            self._all([value.__code__, value.__defaults__, value.__kwdefaults__, cells, used])
+            self._all([value.__code__, value.__defaults__, value.__kwdefaults__, cells, used, vars(value)])
         elif isinstance(value, type):
             self._text(value.__module__, value.__qualname__)
             self._all([value.__bases__, _attributes(value)])
@@ -147,6 +152,7 @@ class _Digest:
         self._add(type(value))
         if dataclasses.is_dataclass(value):
             self._all(getattr(value, field.name) for field in dataclasses.fields(value))
+            self._all(x for pair in _beside_fields(value).items() for x in pair)
         elif isinstance(value, Enum):
             self._add(value.name)
         else:
@@ -155,7 +161,8 @@ class _Digest:
     def _state(self, value: Any) -> None:
         """What a pickle of the object would hold, looked into: functions in it are followed."""
         try:
-            reduced = value.__reduce_ex__(4)
+            reduce = copyreg.dispatch_table.get(type(value))  # where pickle looks first: compiled patterns are there
+            reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise _untold(value, error) from error
         if isinstance(reduced, str):  # an object that is found by its name
@@ -174,6 +181,13 @@ def _attributes(owner: type) -> dict[str, Any]:
         for name, item in sorted(vars(owner).items())
         if not isinstance(item, (GetSetDescriptorType, MemberDescriptorType)) and (not _is_special(name) or isinstance(item, _METHODS))
     }
+
+
+def _beside_fields(value: Any) -> dict[str, Any]:
+    """What a dataclass's object holds that is no field of it, without what `cached_property` has computed."""
+    known = {field.name for field in dataclasses.fields(value)}
+    found = getattr(value, "__dict__", {})
+    return {name: item for name, item in found.items() if name not in known and not isinstance(getattr(type(value), name, None), cached_property)}
 
 
 def _own_methods(owner: type) -> dict[str, Any]:

@@ -34,14 +34,15 @@ def open_bytes(path: Path) -> IO[bytes]:
     """
     file = _open(path)
     try:
-        start = file.read(3)
+        start = file.read(4)
     except READ_ERRORS as error:
         file.close()
         raise _unreadable(path, error) from error
-    if start[:2] in _UTF16:
+    # Without a mark: JSON and CSV begin with an ASCII character, of which UTF-16 and UTF-32 make at least one byte that is 0.
+    if start[:2] in _UTF16 or b"\0" in start:
         file.close()
-        raise DatasetError(f"{path} is a UTF-16 file; make it UTF-8, e.g. iconv -f UTF-16 -t UTF-8 {path.name}")
-    file.seek(3 if start == _BOM else 0)
+        raise DatasetError(f"{path} is a UTF-16 or UTF-32 file; make it UTF-8, e.g. iconv -f UTF-16 -t UTF-8 {path.name}")
+    file.seek(3 if start.startswith(_BOM) else 0)
     return file
 
 
@@ -89,7 +90,8 @@ def parse_object(text: bytes, where: object) -> dict[str, Any]:
     """
     row = parse_json(text, where)
     if not isinstance(row, dict):
-        raise DatasetError(f"{where}: {a_kind(row)}, not a JSON object")
+        hint = "; a file with one list of all rows is a .json file" if isinstance(row, list) else ""
+        raise DatasetError(f"{where}: {a_kind(row)}, not a JSON object{hint}")
     return row
 
 
@@ -104,8 +106,10 @@ def parse_json(text: bytes, where: object) -> Any:
     except _DuplicateKeyError as error:
         raise DatasetError(f"{where}: {error}") from None
     except ValueError as error:
-        cut = "" if text.endswith(b"\n") else "; it has no line end: the file may have been cut off here"
-        raise DatasetError(f"{where}: not valid JSON ({error}){cut}") from error
+        hint = "" if text.endswith(b"\n") else "; it has no line end: the file may have been cut off here"
+        if text.strip() in (b"[", b"{") and not hint:
+            hint = "; each line of a .jsonl file is an object: a file with one JSON text over several lines is a .json file"
+        raise DatasetError(f"{where}: not valid JSON ({error}){hint}") from error
 
 
 class _DuplicateKeyError(Exception):

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ._bins import pack_lengths
+from ._bins import pack_lengths, whole_lengths
+from ._checks import check_whole
 from ._errors import DatasetError
 
 
@@ -23,9 +24,10 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, *, padded: bool 
     Raises:
         DatasetError: a row longer than the budget, a budget below 1, or a count that is too small or above the number of rows.
     """
-    sizes = np.asarray(lengths, np.int64)
-    if max_tokens < 1:
-        raise DatasetError(f"max_tokens is {max_tokens}; it must be at least 1")
+    sizes = whole_lengths(lengths)
+    check_whole("max_tokens", max_tokens, 1)
+    if count is not None:
+        check_whole("count", count, 0)
     if len(sizes) and sizes.max() > max_tokens:
         raise DatasetError(f"row {int(sizes.argmax())} has {sizes.max()} tokens, a micro-batch at most {max_tokens}; raise max_tokens")
     if padded:

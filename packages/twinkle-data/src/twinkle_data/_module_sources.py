@@ -3,6 +3,10 @@
 import hashlib
 import sys
 import sysconfig
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -20,12 +24,29 @@ def module_digest(name: str) -> str:
         seen.add(name)
         module = sys.modules.get(name)
         source = _own_source(module)
-        version = str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", ""))
+        version = _version(name.partition(".")[0])
         for text in (name.encode(), version.encode(), source or b""):
             digest.update(len(text).to_bytes(8, "little") + text)
         if source is not None and module is not None:
             pending += sorted(_referred(module), reverse=True)
     return digest.hexdigest()
+
+
+@cache
+def _version(package: str) -> str:
+    """The version of a package, as it says itself and as what installed it says: not every package says one."""
+    own = str(getattr(sys.modules.get(package), "__version__", ""))
+    if not package or package in sys.stdlib_module_names or package == "__main__":
+        return own
+    with suppress(metadata.PackageNotFoundError):
+        return f"{own} {metadata.version(package)}"
+    names = sorted(set(_distributions().get(package, ())))  # of another name; looking at all that is installed takes a while
+    return " ".join([own, *(f"{name} {metadata.version(name)}" for name in names)])
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
 
 
 def _own_source(module: ModuleType | None) -> bytes | None:

@@ -176,12 +176,15 @@ def cut(feature: InputFeature, part: slice) -> InputFeature:
 
 
 def _from_zero(position_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The positions of a part: its first sequence counts from 0; those behind it, which begin at 0 already, stay."""
-    first = position_ids[..., :1]
-    starts = np.flatnonzero(position_ids[1:] == 0) + 1 if position_ids.ndim == 1 else np.zeros(0, np.int64)
-    if not len(starts):
-        return position_ids - first
-    return np.concatenate([position_ids[: starts[0]] - first, position_ids[starts[0] :]])
+    """The positions of a part: its first sequence counts from 0; those behind it, which begin at 0 already, stay.
+
+    All axes move by the same, so that text keeps the same position on each. In the middle of an image the first token need not be at the least.
+    """
+    if position_ids.ndim > 1:
+        return position_ids - position_ids.min()
+    starts = np.flatnonzero(position_ids[1:] == 0) + 1
+    end = starts[0] if len(starts) else len(position_ids)
+    return np.concatenate([position_ids[:end] - position_ids[:end].min(), position_ids[end:]])
 
 
 def sequences_of(row: InputFeature | PackedFeature) -> Sequence[InputFeature]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._balance import CostKind, sequence_costs
-from ._bins import Packs, pack_lengths
+from ._bins import Packs, pack_lengths, whole_lengths
 from ._checks import check_whole
 from ._dataset import Dataset
 from ._errors import DatasetError
@@ -59,7 +59,7 @@ class PackingDataset(Dataset):
         check_whole("num_workers", num_workers, 0)
         rows = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         fitting = Fitting(max_length, too_long)
-        known = _read_lengths(rows, num_workers, worker_timeout_s) if lengths is None else np.asarray(lengths, np.int64)
+        known = _read_lengths(rows, num_workers, worker_timeout_s) if lengths is None else whole_lengths(lengths)
         if known.shape != (len(rows),):
             raise DatasetError(f"lengths has shape {known.shape}, and the dataset {len(rows)} rows")
         self._pieces = _Pieces(rows, known, fitting)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._batch import Batch, PaddingSide
+from ._checks import is_count
 from ._errors import FormatError
 from ._formats import InputFeature
 from ._packed import PackedFeature, loss_mask, positions, sequences_of
@@ -45,10 +46,10 @@ class InputProcessor:
 
     def __post_init__(self) -> None:
         for name in ("alignment", "sequence_alignment"):
-            if getattr(self, name) < 1:
-                raise FormatError(f"InputProcessor.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.pad_token_id < 0:
-            raise FormatError(f"InputProcessor.pad_token_id is {self.pad_token_id}; it must be a token of the vocabulary")
+            if not is_count(value := getattr(self, name)) or value < 1:
+                raise FormatError(f"InputProcessor.{name} is {value!r}; it must be a whole number, at least 1")
+        if not is_count(self.pad_token_id):
+            raise FormatError(f"InputProcessor.pad_token_id is {self.pad_token_id!r}; it must be a token of the vocabulary")
         if self.padding_side not in ("left", "right"):
             raise FormatError(f"InputProcessor.padding_side is {self.padding_side!r}; it must be 'left' or 'right'")
         if self.padding_side == "left" and (self.padding_free or self.sequence_alignment > 1):

@@ -83,9 +83,9 @@ def _field(row: Mapping[str, Any], name: str | None, usual: Iterable[str]) -> st
 
 
 def _messages(value: Any, field: str) -> Iterable[Message]:
-    if isinstance(value, str):
+    if isinstance(value, str) and field != "messages":  # there a text is JSON, as tables keep it
         return [Message(role="user", content=value)]
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple, str)):
         raise FormatError(f"{field} must be a text or a list of messages, not {type(value).__name__}")
     found = to_conversation({"messages": value}, "messages")
     assert isinstance(found, Trajectory)

@@ -1,6 +1,7 @@
 """Which characters of a rendered chat the assistant wrote. Text only; `_template` turns it into tokens."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +62,6 @@ class ChatRenderer:
         except TemplateError:
             return True
         return False
-
-    @cached_property
-    def _renders_all_calls(self) -> bool:
-        """Whether each of several calls of one turn is rendered. Told by calls of the template's own: names of others may stand in any text."""
-        calls = [ToolCall(name=f"{_ANSWER}-{index}", arguments={}, id=f"probe000{index}") for index in (1, 2)]
-        try:
-            text = self.render([_ASK, Message(role="assistant", tool_calls=calls)])
-        except TemplateError:
-            return True  # it refuses what stands here; what it was given before it has rendered
-        return all(call.name in text for call in calls)
 
     @cached_property
     def end_token(self) -> str:
@@ -151,7 +142,8 @@ class ChatRenderer:
         """The rendered text with the generation prompt, and the spans of the assistant turns in it, as far as they can be found."""
         messages, tools = trajectory.messages, trajectory.tools
         full = self.render(messages, True, tools)
-        _check_tools(full, tools)
+        self._check_tools(messages, full, tools, True)
+        self._check_turns(messages, tools, reasoning=False)  # of earlier turns a template may leave it out: that is what a sampler sees
         if all(message.role != "assistant" for message in messages):
             return full, []
         if spans := self._skeletons.spans(messages, tools, full, add_generation_prompt=True):
@@ -179,16 +171,53 @@ class ChatRenderer:
             spans = _whole(full, answers)
             if spans is None:
                 full, spans = self._as_sampled(messages, answers, add_generation_prompt)
-        _check_tools(full, tools)
-        for span in spans:
-            message = messages[span.message]
-            if len(message.tool_calls) > 1 and not self._renders_all_calls:
+        self._check_tools(messages, full, tools, add_generation_prompt)
+        self._check_turns(messages, tools, reasoning=True)
+        return full, spans
+
+    def _check_tools(self, messages: Sequence[Message], text: str, tools: _Tools, add_generation_prompt: bool) -> None:
+        """Tools must stand in the text. Their names alone do not tell: they may stand in a message."""
+        lacking = [name for tool in tools if (name := tool.get("function", tool)["name"]) not in text]
+        if not lacking and tools and self.render(messages, add_generation_prompt) in (text, text.removesuffix(self._added_end(messages))):
+            lacking = [tool.get("function", tool)["name"] for tool in tools]
+        if lacking:
+            raise TemplateError(
+                f"the chat template does not render the tool {lacking[0]!r}; use a template that knows tools, or describe them in a message"
+            )
+
+    def _added_end(self, messages: Sequence[Message]) -> str:
+        """The end token that `conversation` adds to what the template renders."""
+        return self._end_of(messages[-1]) if messages[-1].role == "assistant" and self.is_open else ""
+
+    def _check_turns(self, messages: Sequence[Message], tools: _Tools, *, reasoning: bool) -> None:
+        """What a turn holds must be rendered: a template that leaves it out would have the model trained on something else.
+
+        Told by stand-ins in its place, since names of functions and thoughts may stand in a turn's text, too.
+        """
+        for index, message in enumerate(messages):
+            thinks = reasoning and bool((message.reasoning_content or "").strip())
+            if message.role != "assistant" or not (message.tool_calls or thinks):
+                continue
+            calls = [replace(call, name=f"{_ANSWER}-{number}-") for number, call in enumerate(message.tool_calls)]
+            stand_in = replace(message, tool_calls=calls, reasoning_content=_QUESTION if thinks else message.reasoning_content)
+            try:
+                text = self.render([*messages[:index], stand_in], False, tools)
+            except TemplateError:
+                continue  # it refuses what stands here; what it was given before it has rendered
+            if thinks and _QUESTION not in text:
                 raise TemplateError(
-                    f"message {span.message}: the chat template leaves out all but one of several calls; use a template that renders them all, or "
+                    f"message {index}: the chat template does not render reasoning_content; put it into the content, or mend the template"
+                )
+            lacking = [call.name for call, other in zip(message.tool_calls, calls, strict=True) if other.name not in text]
+            if lacking and len(lacking) < len(calls):
+                raise TemplateError(
+                    f"message {index}: the chat template leaves out some of several calls; use a template that renders them all, or "
                     "make each call a turn of its own"
                 )
-            _check_rendered(message, full[span.start : span.stop], span.message)
-        return full, spans
+            if lacking:
+                raise TemplateError(
+                    f"message {index}: the chat template does not render the call of {lacking[0]!r}; use a template that knows tool calls"
+                )
 
     def _as_sampled(self, messages: Sequence[Message], answers: dict[int, tuple[str, str]], add_generation_prompt: bool) -> tuple[str, list[Span]]:
         text, after, spans = "", 0, list[Span]()
@@ -268,27 +297,6 @@ def _as_mapping(message: Message, text_arguments: bool) -> dict[str, Any]:
         if (value := getattr(message, name)) is not None:
             plain[name] = value
     return plain
-
-
-def _check_tools(text: str, tools: _Tools) -> None:
-    for tool in tools:
-        name = tool.get("function", tool)["name"]
-        if name not in text:
-            raise TemplateError(
-                f"the chat template does not render the tool {name!r}; use a template that knows tools, or describe them in a message"
-            )
-
-
-def _check_rendered(message: Message, turn: str, index: int) -> None:
-    """What a turn holds must stand in its text: a template that leaves it out would have the model trained on something else."""
-    if message.is_plain:
-        return
-    reasoning = (message.reasoning_content or "").strip()
-    if reasoning not in turn:
-        raise TemplateError(f"message {index}: the chat template does not render reasoning_content; put it into the content, or mend the template")
-    for call in message.tool_calls:
-        if turn.count(call.name) < sum(other.name == call.name for other in message.tool_calls):
-            raise TemplateError(f"message {index}: the chat template does not render the call of {call.name!r}; use a template that knows tool calls")
 
 
 def _whole(full: str, answers: dict[int, tuple[str, str]]) -> list[Span] | None:

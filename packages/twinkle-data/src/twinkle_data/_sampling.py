@@ -251,6 +251,7 @@ def append_sample(
     return InputFeature(
         input_ids=np.concatenate([prompt.input_ids, completion]),
         labels=np.concatenate([labels, completion]),
+        targets=None if prompt.targets is None else np.concatenate([prompt.targets, completion]),
         position_ids=_continue_positions(prompt, size),
         completion_mask=np.concatenate([mask, np.ones(size, np.bool_)]),
         loss_weights=None if prompt.loss_weights is None else np.concatenate([prompt.loss_weights, np.ones(size, np.float32)]),
@@ -280,6 +281,7 @@ def append_context(feature: InputFeature, tokens: Sequence[int]) -> InputFeature
     return InputFeature(
         input_ids=np.concatenate([feature.input_ids, context]),
         labels=np.concatenate([labels, np.full(size, IGNORE_INDEX, np.int64)]),
+        targets=None if feature.targets is None else np.concatenate([feature.targets, context]),
         position_ids=_continue_positions(feature, size),
         completion_mask=np.concatenate([mask, np.zeros(size, np.bool_)]),
         loss_weights=None if feature.loss_weights is None else np.concatenate([feature.loss_weights, zeros]),

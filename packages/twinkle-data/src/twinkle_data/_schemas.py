@@ -72,7 +72,8 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
     """
     if isinstance(row, (Trajectory, PreferencePair)):
         return row
-    known = {**_ROLES, **roles} if roles else _ROLES
+    check_roles(roles)
+    known = {**_ROLES, **{name: _ROLES[meaning] for name, meaning in roles.items()}} if roles else _ROLES
     name = detect_schema(row) if schema is None else schema
     if name is None:
         fields = ", ".join(f"{key!r} (null)" if value is None else repr(key) for key, value in row.items()) if isinstance(row, Mapping) else ""
@@ -94,14 +95,21 @@ def check_schema(name: str | None) -> None:
         raise FormatError(f"there is no schema {name!r}; the schemas are {', '.join(SCHEMAS)}")
 
 
+def check_roles(roles: Mapping[str, str] | None) -> None:
+    """Raises FormatError for a role that is said to mean something that is no role: its turns would never be trained on."""
+    for name, meaning in (roles or {}).items():
+        if meaning not in _ROLES:
+            raise FormatError(f"roles says that {name!r} means {meaning!r}, which is no role; say 'system', 'user', 'assistant' or 'tool'")
+
+
 def _from_messages(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
-    messages = _messages(_required(row, "messages"), "messages", roles)
+    messages = _messages(_nested(_required(row, "messages"), "messages"), "messages", roles)
     return _trajectory(row, [*_system(row, messages), *messages], used=("messages", "system", "tools", "functions"))
 
 
 def _from_sharegpt(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
     field = "conversation" if row.get("conversations") is None and "conversation" in row else "conversations"
-    turns = _list(_required(row, field), field)
+    turns = _list(_nested(_required(row, field), field), field)
     if not turns:
         raise FormatError(f"{field} is empty; a conversation needs at least one message")
     first = turns[0]
@@ -133,7 +141,7 @@ def _sharegpt_turn(turn: Any, field: str, roles: Mapping[str, str]) -> Message:
 
 def _from_alpaca(row: Mapping[str, Any], roles: Mapping[str, str]) -> Trajectory:
     instruction, output = _text(_required(row, "instruction"), "instruction"), _text(_required(row, "output"), "output")
-    given = _text(row.get("input") or "", "input")
+    given = _text("" if row.get("input") is None else row["input"], "input")
     messages: list[Message] = []
     for index, pair in enumerate(_list(row.get("history") or [], "history")):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -232,6 +240,10 @@ def _openai_turn(turn: Any, field: str, roles: Mapping[str, str]) -> Message:
         raise FormatError(f"{field} must be a mapping with 'role' and 'content', not {type(turn).__name__}")
     fields = {key: value for key, value in turn.items() if value is not None}
     fields["role"] = _role(_text(_required(turn, "role", field), f"{field}.role"), f"{field}.role", roles)
+    if "function_call" in fields:  # OpenAI's older form, one call a turn
+        if "tool_calls" in fields:
+            raise FormatError(f"{field} has both 'function_call' and 'tool_calls'; leave one of them out")
+        fields["tool_calls"] = [fields.pop("function_call")]
     content = fields.get("content")
     if content is None and not fields.get("tool_calls"):
         _required(turn, "content", field)
@@ -256,6 +268,8 @@ def _message(fields: dict[str, Any], field: str) -> Message:
             raise FormatError(f"{field} has the weight 0 and loss=True; one of them is wrong")
         fields["loss"] = False
     known = Message.__dataclass_fields__
+    for key in [key for key, value in fields.items() if key not in known and value in ([], {})]:
+        del fields[key]  # says nothing: OpenAI's answers have empty 'annotations'
     if unknown := [key for key in fields if key not in known]:
         raise FormatError(f"{field} has unknown fields {unknown}; a message has {', '.join(known)}")
     try:
@@ -323,9 +337,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     tools = row.get("tools")
     if tools is None and row.get("functions"):
         tools = [{"type": "function", "function": function} for function in _list(row["functions"], "functions")]
-    if isinstance(tools, str):  # tables keep nested lists as JSON texts
-        tools = _json(tools, "tools") if tools.strip() else []
-    return _list(tools or [], "tools")
+    return _list(_nested(tools, "tools") or [], "tools")
 
 
 def _role(name: str, field: str, roles: Mapping[str, str]) -> str:
@@ -358,6 +370,13 @@ def _list(value: Any, field: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise FormatError(f"{field} must be a list, not {type(value).__name__}")
     return list(value)
+
+
+def _nested(value: Any, field: str) -> Any:
+    """The value, or what its JSON text holds: tables (CSV) keep nested lists as texts."""
+    if not isinstance(value, str):
+        return value
+    return _json(value, field) if value.strip() else []
 
 
 def _text(value: Any, field: str) -> str:

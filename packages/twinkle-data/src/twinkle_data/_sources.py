@@ -26,6 +26,7 @@ def rows_of(source: Any, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
         parts = [_file_rows(path, lazy=lazy, skip_errors=skip_errors) for path in matching_files(source)]
         return parts[0] if len(parts) == 1 else Joined(parts)
     source = tool_rows(source)
+    check_no_names(source)
     if isinstance(source, Mapping):
         raise DatasetError("a mapping has no rows; give a list of rows")
     if isinstance(source, Sequence) or (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
@@ -35,6 +36,16 @@ def rows_of(source: Any, *, lazy: bool, skip_errors: bool) -> Sequence[Any]:
     if callable(source):
         return rows_of(source(), lazy=lazy, skip_errors=skip_errors)
     raise DatasetError(f"a dataset is made from a sequence, an iterable, a path or a function, not from {type(source).__name__}")
+
+
+def check_no_names(source: Any) -> None:
+    """Raises DatasetError for a list of file names, which would pass for rows of text."""
+    first = source[0] if isinstance(source, (list, tuple)) and source else None
+    if isinstance(first, (str, Path)) and str(first).removesuffix(".gz").endswith(SUFFIXES) and Path(first).is_file():
+        raise DatasetError(
+            f"this is a list of names of files ({str(first)!r}, ...), which would be taken for rows; give a pattern such as 'data/*.jsonl', or "
+            "concatenate(*map(Dataset, names))"
+        )
 
 
 def matching_files(source: str | Path) -> list[Path]:
@@ -88,7 +99,13 @@ def _kept(path: Path, rows: Iterator[tuple[int, Any]], skip_errors: bool) -> Lis
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DatasetError]]:
     """The objects of a JSON list, or of the one list in a JSON object such as {"data": [...]}."""
     with open_bytes(path) as file:
-        value = parse_json(read_all(file, path), path)
+        text = read_all(file, path)
+    try:
+        value = parse_json(text, path)
+    except DatasetError as error:
+        if not _begins_with_objects(text):
+            raise
+        raise DatasetError(f"{error}; it seems to hold one object a line: such a file is called .jsonl") from error
     if isinstance(value, dict):
         lists = {key: rows for key, rows in value.items() if isinstance(rows, list)}
         if len(lists) != 1:
@@ -100,6 +117,15 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DatasetError]
         raise DatasetError(f"{path} holds {a_kind(value)}, not a list of objects")
     for number, row in enumerate(value, start=1):
         yield number, row if isinstance(row, dict) else DatasetError(f"{path}, row {number}: {a_kind(row)}, not a JSON object")
+
+
+def _begins_with_objects(text: bytes) -> bool:
+    """Whether the first two lines are JSON objects each."""
+    lines = [line for line in text.split(b"\n", 3)[:2] if line.strip()]
+    try:
+        return len(lines) == 2 and all(isinstance(parse_json(line, ""), dict) for line in lines)
+    except DatasetError:
+        return False
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | DatasetError]]:
@@ -143,7 +169,8 @@ def _hugging_face(what: object, load: Callable[[Any], Any]) -> Any:
     try:
         return load(datasets)
     except (OSError, ValueError, DatasetGenerationError) as error:
-        raise DatasetError(f"cannot read {what}: {error}") from error
+        cause = "" if error.__cause__ is None else f" ({error.__cause__})"  # a DatasetGenerationError does not say why
+        raise DatasetError(f"cannot read {what}: {error}{cause}") from error
 
 
 def saved_rows(path: Path) -> Any:

@@ -9,8 +9,9 @@ from ._dataset import Dataset, mix_rows
 from ._errors import DatasetError
 from ._rows import Failed
 from ._skipped import Skipped
-from ._sources import hub_rows
+from ._sources import check_no_names, hub_rows
 from ._streams import Each, FileSource, Limited, Mixed, ObjectSource, Shuffled, Stage, inner_state
+from ._tables import check_no_splits
 from ._template import Template
 from ._transforms import ConvertRows, EncodeRows, FilterRows, MapRows, OnError, Transform
 
@@ -26,8 +27,10 @@ class IterableDataset(Iterable[Any]):
     """
 
     def __init__(self, source: "Iterable[Any] | str | Path | Callable[[], Iterable[Any]]") -> None:
+        check_no_splits(source)
         if isinstance(source, Mapping) or not (isinstance(source, (str, Path, Iterable)) or callable(source)):
             raise DatasetError(f"a stream is made from a path, an iterable or a function, not from {type(source).__name__}")
+        check_no_names(source)
         self._stage: Stage = FileSource(source) if isinstance(source, (str, Path)) else ObjectSource(source)
 
     @classmethod
@@ -126,7 +129,7 @@ def mix(
         datasets: all `Dataset`s (then the mixture is one), or streams among them (then it is a stream).
         weights: above zero, in any scale; None: equal ones.
         seed: of the draws.
-        stop: 'first': end when a dataset that is drawn has no more rows. 'all': begin it anew, until each has been read to its end.
+        stop: 'first': end when a dataset that is drawn has no more rows. 'all': begin it anew, until each has been found at its end.
 
     Raises:
         DatasetError: no datasets, as many weights as datasets are needed, a weight that is not above zero, an empty dataset.

@@ -18,15 +18,24 @@ def tool_rows(source: Any) -> Any:
     """The source itself, or, of the datasets library's, its rows without null keys in tools and tool calls.
 
     Raises:
-        DatasetError: a table of another library, whose brackets take columns.
+        DatasetError: a table of another library, whose brackets take columns; several splits.
     """
+    check_no_splits(source)
     home = type(source).__module__.partition(".")[0]
     for library, call in (("pandas", "to_dict('records')"), ("pyarrow", "to_pylist()"), ("polars", "to_dicts()")):
         if home == library and hasattr(source, call.partition("(")[0]):
             raise DatasetError(f"{a_kind(source)} is no sequence of rows; give its .{call}")
-    if home != "datasets" or isinstance(source, Mapping):
+    if home != "datasets":
         return source
     return _Indexed(source) if hasattr(source, "__getitem__") and hasattr(source, "__len__") else _Streamed(source)
+
+
+def check_no_splits(source: Any) -> None:
+    """Raises DatasetError for the datasets library's mapping of splits."""
+    if isinstance(source, Mapping) and type(source).__module__.partition(".")[0] == "datasets":
+        raise DatasetError(
+            f"this is {a_kind(source)} of the splits {', '.join(map(repr, source))}: give one of them, e.g. splits[{next(iter(source), '')!r}]"
+        )
 
 
 class _Indexed(Sequence[Any]):

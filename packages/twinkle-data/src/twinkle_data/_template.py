@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
+from ._checks import is_whole
 from ._errors import DataError, FormatError, MissingExtraError, SequenceTooLongError, TemplateError
 from ._formats import IGNORE_INDEX, InputFeature
 from ._messages import Message, PreferencePair, Trajectory, check_unicode
+from ._packed import cut
 from ._rendering import ChatRenderer
 from ._sampling import append_context
 from ._skeletons import Span
@@ -62,8 +64,8 @@ class Template:
         truncation: Truncation = "error",
         system: str | None = None,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise FormatError(f"Template.max_length is {max_length}; it must be None or at least 1")
+        if max_length is not None and not (is_whole(max_length) and max_length >= 1):
+            raise FormatError(f"Template.max_length is {max_length!r}; it must be None or a whole number, at least 1")
         if truncation not in _TRUNCATIONS:
             raise FormatError(f"Template.truncation is {truncation!r}; it must be 'error', 'left', 'right', 'split' or 'drop'")
         self.tokenizer = _load_tokenizer(tokenizer_or_path) if isinstance(tokenizer_or_path, (str, Path)) else tokenizer_or_path
@@ -109,8 +111,9 @@ class Template:
 
         The ids are those of `tokenizer.apply_chat_template`, with three exceptions. Two keep to what a sampler sees: where a token
         would straddle the border between prompt and answer, the two are tokenised apart; and where the template rewrites earlier turns
-        once later ones follow, each trained turn stays as it was when it was sampled. So a prompt's ids begin the conversation's. And
-        where the template ends the last turn with no token (GLM's), its end token is added, so that a model learns to stop.
+        once later ones follow, each trained turn stays as it was when it was sampled. So the ids of the prompt before an answer begin the
+        conversation's (where a template rewrites earlier answers, those of the prompt before the first). And where the template ends the
+        last turn with no token (GLM's), its end token is added, so that a model learns to stop.
 
         Raises:
             TemplateError: the template refuses the messages, leaves out a part of them (tools, calls, reasoning), or the assistant's
@@ -320,10 +323,10 @@ class Template:
         if self.truncation == "drop":
             return []
         if self.truncation == "left":
-            return [_cut(feature, length - limit, length)]
+            return [cut(feature, slice(length - limit, length))]
         if self.truncation == "right":
-            return [_cut(feature, 0, limit)]
-        parts = [_cut(feature, start, min(start + limit, length)) for start in range(0, length, limit)]
+            return [cut(feature, slice(0, limit))]
+        parts = [cut(feature, slice(start, start + limit)) for start in range(0, length, limit)]
         return [part for part in parts if _is_trained(part)] or parts
 
     def _refuse(self, feature: InputFeature) -> NoReturn:
@@ -344,16 +347,6 @@ def _texts(batch: _Batch) -> list[str]:
 def _is_trained(feature: InputFeature) -> bool:
     # Nothing precedes the first token, so nothing is learnt from it.
     return feature.labels is None or bool((feature.labels[1:] != IGNORE_INDEX).any())
-
-
-def _cut(feature: InputFeature, start: int, stop: int) -> InputFeature:
-    """Tokens `[start, stop)` of a feature, with all that belongs to them. Positions begin at 0 again unless the feature has its own."""
-    names = ("input_ids", "labels", "position_ids", "completion_mask", "loss_weights", "logprobs", "ref_logprobs", "advantages", "weight_versions")
-    cut = {name: value[..., start:stop] for name in names if isinstance(value := getattr(feature, name), np.ndarray)}
-    for name in ("logprobs", "ref_logprobs"):
-        if name in cut:
-            cut[name] = np.concatenate([[0.0], cut[name][1:]])  # nothing precedes what is now the first token
-    return replace(feature, **cut)
 
 
 def _load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":

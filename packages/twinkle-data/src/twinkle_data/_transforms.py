@@ -11,10 +11,11 @@ from ._cache import cached_rows, keep_rows
 from ._errors import DataError, DatasetError, SequenceTooLongError
 from ._fingerprint import fingerprint, rows_fingerprint
 from ._messages import PreferencePair, Trajectory
+from ._module_sources import module_digest
 from ._places import Places, places_of
 from ._pool import Progress, run_chunks
 from ._rows import Listed, RowName
-from ._schemas import check_schema, detect_schema, to_conversation
+from ._schemas import check_roles, check_schema, detect_schema, to_conversation
 from ._skipped import Skipped, warn_of_skipped
 from ._template import Template
 
@@ -88,6 +89,7 @@ class ConvertRows(_OneByOne):
 
     def __post_init__(self) -> None:
         check_schema(self.schema)
+        check_roles(self.roles)
 
     def look(self, name: object, row: Any) -> Sequence[Any]:
         try:
@@ -96,7 +98,7 @@ class ConvertRows(_OneByOne):
             raise DatasetError(f"{name}: {error}") from error
 
     def key(self) -> list[Any]:
-        return ["conversations", self.schema, dict(self.roles or {})]
+        return ["conversations", module_digest(__name__), self.schema, dict(self.roles or {})]
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class EncodeRows:
 
     def __post_init__(self) -> None:
         check_schema(self.schema)
+        check_roles(self.roles)
 
     def look(self, name: object, row: Any) -> Sequence[Any]:
         result = self.look_at_all([name], [row])[0]
@@ -149,7 +152,9 @@ class EncodeRows:
         return self.template.encode_text(row["text"], user_data={str(key): value for key, value in row.items() if key != "text"})
 
     def key(self) -> list[Any]:
-        return ["encode", fingerprint(self.template), self.add_generation_prompt, self.schema, dict(self.roles or {})]
+        # This package's own work on the rows, and the libraries that a template calls.
+        versions = [module_digest(name) for name in (__name__, "transformers", "tokenizers", "jinja2")]
+        return ["encode", versions, fingerprint(self.template), self.add_generation_prompt, self.schema, dict(self.roles or {})]
 
 
 def _named(name: object, result: "Sequence[Any] | DataError") -> "Sequence[Any] | DataError":

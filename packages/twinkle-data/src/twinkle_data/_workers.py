@@ -1,10 +1,13 @@
 """Worker processes that read rows ahead. A failing one raises here, a dead one is told at once, a silent one after a deadline."""
 
 import faulthandler
+import math
 import os
 import pickle
 import queue
+import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -12,9 +15,11 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from ._errors import DatasetError, LoaderTimeoutError, WorkerError
 from ._pipes import receive_message, send_message
@@ -57,7 +62,11 @@ class WorkerPool:
         worker = self._submitted % self._num_workers
         self._submitted += 1
         self._waiting.append((worker, task))
-        self._workers[worker].send(task)
+        try:
+            self._workers[worker].send(task, self._timeout_s, self._what)
+        except BaseException:
+            self.close()
+            raise
 
     def take(self) -> Any:
         """The result of the oldest task that has not been taken.
@@ -87,29 +96,35 @@ class _Worker:
     def __init__(self, function: Callable[[Any], Any], index: int) -> None:
         context = get_context("fork")
         self._name = f"worker {index}"
+        seed = int(np.random.randint(2**32, dtype=np.uint32))  # by the process's own random numbers: a seeded program does the same again
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115 (it is closed with this object)
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_main, args=(function, self._pipe, other, self._crash.fileno()), daemon=True, name=f"twinkle-{index}")
+        self._process = context.Process(
+            target=_main, args=(function, self._pipe, other, self._crash.fileno(), seed), daemon=True, name=f"twinkle-{index}"
+        )
         self._process.start()
         other.close()
+        os.set_blocking(self._pipe.fileno(), False)  # a process that reads no more must not hold this one
         self.stop = weakref.finalize(self, _stop, self._process, self._pipe, os.getpid())
 
-    def send(self, task: Any) -> None:
+    def send(self, task: Any, timeout_s: float, what: str) -> None:
         try:
-            self._pipe.send(task)
+            send_message(self._pipe, pickle.dumps(task, protocol=5), time.monotonic() + timeout_s)
+        except TimeoutError:
+            raise self._too_slow(timeout_s, what, f"does not read that it is to work on {_shown(task)}") from None
         except OSError:  # it has died: `take` tells how
             return
 
-    def take(self, timeout_s: float, what: str, task: Any) -> Any:
+    def _too_slow(self, timeout_s: float, what: str, doing: str) -> LoaderTimeoutError:
         who = f"{self._name} (process {self._process.pid})"
-        shown = repr(task)
-        shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
+        return LoaderTimeoutError(f"{what} was not there after {timeout_s:g} s: {who} {doing}; raise worker_timeout_s if it needs longer")
+
+    def take(self, timeout_s: float, what: str, task: Any) -> Any:
+        who, shown = f"{self._name} (process {self._process.pid})", _shown(task)
         try:
             good, value, text = pickle.loads(receive_message(self._pipe, self._process.sentinel, time.monotonic() + timeout_s))
         except TimeoutError:
-            raise LoaderTimeoutError(
-                f"{what} was not there after {timeout_s:g} s: {who} was working on {shown}; raise worker_timeout_s if it needs longer"
-            ) from None
+            raise self._too_slow(timeout_s, what, f"was working on {shown}") from None
         except (EOFError, OSError):
             raise WorkerError(f"{who} {self._how_it_ended()} while it was working on {shown}{self._stacks()}") from None
         if good:
@@ -134,6 +149,11 @@ class _Worker:
         return f"\n{text}" if text else ""
 
 
+def _shown(task: Any) -> str:
+    shown = repr(task)
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
+
+
 def _stop(process: Any, pipe: Connection, owner: int) -> None:
     if os.getpid() != owner:  # a forked copy of the pool
         return
@@ -142,7 +162,7 @@ def _stop(process: Any, pipe: Connection, owner: int) -> None:
     process.join(5)
 
 
-def _main(function: Callable[[Any], Any], parents_end: Connection, pipe: Connection, crash_file: int) -> None:
+def _main(function: Callable[[Any], Any], parents_end: Connection, pipe: Connection, crash_file: int, seed: int) -> None:
     parents_end.close()  # else this process would never see that the other one has ended
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -151,10 +171,11 @@ def _main(function: Callable[[Any], Any], parents_end: Connection, pipe: Connect
     faulthandler.enable(crash_file)
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, tasks), daemon=True).start()
+    _seed(seed)
     while True:
         task = tasks.get()
         try:
-            message = pickle.dumps((True, function(task), None), protocol=5)
+            message = _packed(function(task))
         except BaseException as error:  # told there
             message = _told(error)
         try:
@@ -165,15 +186,34 @@ def _main(function: Callable[[Any], Any], parents_end: Connection, pipe: Connect
 
 def _read(pipe: Connection, tasks: "queue.SimpleQueue[Any]") -> None:
     # Always reading, so that neither side waits for the other to take something.
+    parent = parent_process()
+    assert parent is not None
     while True:
         try:
-            tasks.put(pipe.recv())
+            tasks.put(pickle.loads(receive_message(pipe, parent.sentinel, math.inf)))
         except (EOFError, OSError):
             os._exit(0)
 
 
+def _seed(seed: int) -> None:
+    """Random numbers of its own for this process: a forked one would draw the same as all others, and as the one that comes after it."""
+    random.seed(seed)
+    np.random.seed(seed)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(seed)
+
+
+def _packed(result: Any) -> bytes:
+    try:
+        return pickle.dumps((True, result, None), protocol=5)
+    except Exception as error:  # pickling runs the rows' own code
+        raise DatasetError(f"what was read cannot be sent from a worker process ({error}); give plain values, or take num_workers=0") from error
+
+
 def _told(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
+    if not isinstance(error, Exception):  # SystemExit there would end this process, without a word
+        return pickle.dumps((False, None, text))
     try:
         message = pickle.dumps((False, error, text))
         pickle.loads(message)
