@@ -306,4 +306,6 @@ def test_positions_of_a_part_that_begins_in_the_middle_of_an_image(too_long):
 
 def test_targets_are_kept_when_tokens_are_appended():
     taught = InputFeature(input_ids=[1, 2], targets=[8, 9])
-    assert append_context(append_sample(taught, [5]), [6]).targets.tolist() == [8, 9, 5, 6]
+    targets = append_context(append_sample(taught, [5]), [6]).targets
+    assert targets is not None
+    assert targets.tolist() == [8, 9, 5, 6]
