@@ -191,7 +191,7 @@ def test_prompt_sets_are_prompts_with_answers(tmp_path):
     assert [message.role for message in dataset[0].messages] == ["system", "user"]
     assert dataset[0].user_data == {"question": "1 + 1?", "answer": 2, "level": "easy"}
     assert dataset[1].user_data["answer"] == "y"
-    with pytest.raises(DatasetError, match=r"row 2 \(.*prompts.jsonl, line 3\): .*no field 'answer or solution"):
+    with pytest.raises(DatasetError, match=r"row 2 \(.*prompts.jsonl, line 3\): no field 'answer' or 'solution'"):
         dataset[2]
     assert "answer" not in prompt_dataset(path, require_answer=False)[2].user_data
     with pytest.raises(DatasetError, match="ends with an assistant turn"):

@@ -96,7 +96,7 @@ class Dataset(Sequence[Any]):
 
     @property
     def skipped(self) -> Skipped:
-        """What the last step left out because of `on_error='skip'`."""
+        """What the last step left out because of `on_error='skip'`, or because it was too long to keep."""
         return getattr(self._rows, "skipped", None) or Skipped()
 
     def where(self, index: int) -> str:
@@ -176,7 +176,8 @@ class Dataset(Sequence[Any]):
         """The rows as `InputFeature`s. A row is a `Trajectory`, a mapping of any form that `conversations` knows, or a plain text.
 
         A preference pair becomes a tuple of two features (chosen, rejected). With a template whose truncation is 'drop' or 'split', rows
-        that are too long are left out or become several; all rows are then encoded once to find them. Failures are DatasetErrors that
+        that are too long are left out (counted in `skipped`, and told in a warning) or become several; all rows are then encoded once to
+        find them. Failures are DatasetErrors that
         name the row, its line and, where one is missing or wrong, the field.
         """
         transform = EncodeRows(template, add_generation_prompt, schema, roles)
@@ -244,6 +245,11 @@ class Dataset(Sequence[Any]):
             names = (RowName(self._rows, index) for index in range(len(self)))
             out = np.array([_hash_share(call(key, name, row)) < held_out for name, row in zip(names, self, strict=True)], np.bool_)
         return self.select(np.flatnonzero(~out)), self.select(np.flatnonzero(out))
+
+
+def row_name(dataset: Dataset, index: int) -> RowName:
+    """`Dataset.where`, made a text only when it is asked for."""
+    return RowName(dataset._rows, index)  # pyright: ignore[reportPrivateUsage]
 
 
 def concatenate(*datasets: Dataset) -> Dataset:

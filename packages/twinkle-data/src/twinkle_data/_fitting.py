@@ -6,6 +6,7 @@ from ._checks import check_whole
 from ._errors import DatasetError, FormatError, SequenceTooLongError
 from ._formats import InputFeature
 from ._packed import cut
+from ._skipped import Skipped
 from ._wording import a_kind
 
 TooLong = Literal["error", "drop", "left", "right", "split"]
@@ -29,7 +30,7 @@ class Fitting:
             raise DatasetError(f"too_long is {too_long!r}; it must be one of {', '.join(map(repr, get_args(TooLong)))}")
         self.max_length, self.too_long = max_length, too_long
 
-    def lengths(self, length: int, row: int) -> list[int]:
+    def lengths(self, length: int, name: object) -> list[int]:
         """The lengths of what a sequence of this length becomes.
 
         Raises:
@@ -40,11 +41,15 @@ class Fitting:
             return [length]
         if self.too_long == "error":
             raise SequenceTooLongError(
-                f"row {row} has {length} tokens, a pack at most {limit}: raise max_length, or set too_long to 'left', 'right', 'split' or 'drop'"
+                f"{name} has {length} tokens, a pack at most {limit}: raise max_length, or set too_long to 'left', 'right', 'split' or 'drop'"
             )
         if self.too_long == "split":
             return [limit] * (length // limit) + [length % limit] * (length % limit > 0)
         return [] if self.too_long == "drop" else [limit]
+
+    def dropped(self, length: int, name: object) -> Skipped:
+        """What is to be counted of a sequence that became nothing."""
+        return Skipped(count=1, reasons=(f"{name} has {length} tokens, a pack at most {self.max_length}",))
 
     def piece(self, feature: InputFeature, index: int) -> InputFeature:
         """What a sequence becomes: its only piece, or the one of this index of several."""
@@ -56,12 +61,16 @@ class Fitting:
         return cut(feature, slice(index * limit, min(length, (index + 1) * limit)))
 
 
-def checked_feature(feature: Any, row: int) -> InputFeature:
+def checked_feature(feature: Any, name: object) -> InputFeature:
     """The row if it is a sequence.
 
     Raises:
         FormatError: it is none. The message names the row and says what to do.
     """
     if not isinstance(feature, InputFeature):
-        raise FormatError(f"row {row} is {a_kind(feature)}, and packing needs InputFeatures: encode the dataset with a Template first")
+        if isinstance(feature, tuple) and all(isinstance(side, InputFeature) for side in feature):
+            raise FormatError(
+                f"{name} is a pair of features (chosen, rejected), and packing takes them one by one: pack [f for pair in rows for f in pair]"
+            )
+        raise FormatError(f"{name} is {a_kind(feature)}, and packing needs InputFeatures: encode the dataset with a Template first")
     return feature

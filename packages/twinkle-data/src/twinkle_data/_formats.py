@@ -137,6 +137,11 @@ class InputFeature:
         """The number of tokens T."""
         return len(self.input_ids)
 
+    def __repr__(self) -> str:
+        trained = "" if self.labels is None else f", {np.count_nonzero(self.labels != IGNORE_INDEX)} trained on"
+        others = [f.name for f in fields(self) if f.name not in ("input_ids", "labels") and f.default is None and getattr(self, f.name) is not None]
+        return f"<InputFeature of {len(self)} tokens{trained}{''.join(f', {name}' for name in others)}>"
+
     def __eq__(self, other: object) -> bool:
         """Equal when every field is: arrays element by element."""
         if not isinstance(other, InputFeature):

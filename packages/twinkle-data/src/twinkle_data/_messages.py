@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ._errors import FormatError
 from ._wording import a_kind
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+"""The roles of messages that templates take without being told."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
@@ -62,7 +65,7 @@ class Message:
     """One turn of a conversation.
 
     Args:
-        role: 'system', 'user', 'assistant', 'tool', or another role that the chat template knows.
+        role: 'system', 'user', 'assistant', 'tool', or another role that the chat template knows (see `Template`).
         content: the text, without the template's markers. None is stored as an empty text; only a turn with tool calls may lack one.
         loss: whether the turn is trained on. None: assistant turns are, all others are not. True is for assistant turns only.
         loss_weight: a factor for the loss of each of the turn's tokens; finite, at least 0.

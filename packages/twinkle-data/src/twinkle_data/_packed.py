@@ -61,6 +61,9 @@ class PackedFeature:
         """The number of tokens T of all sequences together."""
         return sum(map(len, self.features))
 
+    def __repr__(self) -> str:
+        return f"<PackedFeature of {len(self.features)} {'sequence' if len(self.features) == 1 else 'sequences'}, {len(self)} tokens>"
+
     def __eq__(self, other: object) -> bool:
         """Equal when the sequences are."""
         return self.features == other.features if isinstance(other, PackedFeature) else NotImplemented

@@ -10,10 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 from ._balance import CostKind, sequence_costs
 from ._bins import Packs, pack_lengths, whole_lengths
 from ._checks import check_whole
-from ._dataset import Dataset
+from ._dataset import Dataset, row_name
 from ._errors import DatasetError
 from ._fitting import Fitting, TooLong, checked_feature
 from ._packed import PackedFeature
+from ._rows import RowName
+from ._skipped import Skipped, warn_of_skipped
 from ._workers import WorkerPool
 
 _ROWS_A_TASK = 256
@@ -31,7 +33,8 @@ class PackingDataset(Dataset):
     Args:
         dataset: rows that are `InputFeature`s (`Dataset.encode`), by index; anything that `Dataset` takes.
         max_length: the most tokens of a pack.
-        too_long: what becomes of a longer row: 'error', 'drop', 'left' and 'right' (cut away on that side) or 'split' (packed in pieces).
+        too_long: what becomes of a longer row: 'error', 'drop' (counted in `skipped`, and told in a warning), 'left' and 'right' (cut away on
+            that side) or 'split' (packed in pieces).
         seed: rows of equal length meet in a random order, and packs come in one.
         lengths: of all rows, `[N]`, where they are known; nothing is read then. A row that turns out to have another length is an error.
         num_workers: processes that read the rows for their lengths; 0: this one.
@@ -63,6 +66,7 @@ class PackingDataset(Dataset):
         if known.shape != (len(rows),):
             raise DatasetError(f"lengths has shape {known.shape}, and the dataset {len(rows)} rows")
         self._pieces = _Pieces(rows, known, fitting)
+        warn_of_skipped(self._pieces.skipped)
         self._packs = pack_lengths(self._pieces.lengths, max_length, seed=seed)
         super().__init__(_PackedRows(self._pieces, self._packs))
 
@@ -91,7 +95,8 @@ class _Pieces:
     def __init__(self, dataset: Dataset, lengths: NDArray[np.int64], fitting: Fitting) -> None:
         self.dataset, self.row_lengths, self.fitting = dataset, lengths, fitting
         long = np.flatnonzero(lengths > fitting.max_length).tolist()
-        become = {row: fitting.lengths(int(lengths[row]), row) for row in long}
+        become = {row: fitting.lengths(int(lengths[row]), self._name(row)) for row in long}
+        self.skipped = sum((fitting.dropped(int(lengths[row]), self._name(row)) for row in long if not become[row]), Skipped())
         counts = np.ones(len(lengths), np.int64)
         counts[long] = [len(become[row]) for row in long]
         self.rows = np.repeat(np.arange(len(lengths)), counts)
@@ -103,11 +108,16 @@ class _Pieces:
         if not len(self.rows):
             raise DatasetError("there is nothing to pack: the dataset has no rows, or none that fits")
 
+    def _name(self, row: int) -> RowName:
+        return row_name(self.dataset, row)
+
     def read(self, number: int) -> Any:
         row = int(self.rows[number])
-        feature = checked_feature(self.dataset[row], row)
+        feature = checked_feature(self.dataset[row], self._name(row))
         if len(feature) != self.row_lengths[row]:
-            raise DatasetError(f"row {row} has {len(feature)} tokens, and had {self.row_lengths[row]} when it was packed: a row must stay as it is")
+            raise DatasetError(
+                f"{self._name(row)} has {len(feature)} tokens, and had {self.row_lengths[row]} when it was packed: a row must stay as it is"
+            )
         return self.fitting.piece(feature, int(self.indices[number]))
 
 
@@ -116,6 +126,7 @@ class _PackedRows(Sequence[PackedFeature]):
 
     def __init__(self, pieces: _Pieces, packs: Packs) -> None:
         self._pieces, self._packs = pieces, packs
+        self.skipped = pieces.skipped
 
     def __len__(self) -> int:
         return len(self._packs)
@@ -126,7 +137,7 @@ class _PackedRows(Sequence[PackedFeature]):
 
 def _read_lengths(rows: Dataset, num_workers: int, timeout_s: float) -> NDArray[np.int64]:
     def lengths_of(part: range) -> list[int]:
-        return [len(checked_feature(rows[row], row)) for row in part]
+        return [len(checked_feature(rows[row], row_name(rows, row))) for row in part]
 
     tasks = [range(start, min(start + _ROWS_A_TASK, len(rows))) for start in range(0, len(rows), _ROWS_A_TASK)]
     if not num_workers:

@@ -13,6 +13,7 @@ from ._fitting import Fitting, TooLong, checked_feature
 from ._formats import InputFeature
 from ._packed import PackedFeature
 from ._row_streams import RowStream, as_stream
+from ._skipped import Skipped, warn_of_skipped
 
 # A sequence that finds no partners goes out in a pack that is not full after so many windows, so that none waits for ever, and resuming
 # reads no further back.
@@ -65,6 +66,12 @@ class IterablePackingDataset:
         check_whole("window", window, 1)
         check_whole("seed", seed, 0)
         self._source, self._fitting, self._window, self._seed = as_stream(dataset), Fitting(max_length, too_long), window, seed
+        self._skipped = Skipped()
+
+    @property
+    def skipped(self) -> Skipped:
+        """What `too_long='drop'` has left out so far, in the latest pass; a pass that reaches the end tells it in a warning."""
+        return self._skipped
 
     def __iter__(self) -> Iterator[PackedFeature]:
         """The packs from the first on."""
@@ -114,12 +121,16 @@ class IterablePackingDataset:
             number, given = number + 1, 0
 
     def _sequences(self, first_row: int, first_state: Any) -> Iterator[_Sequence]:
-        before = first_state
+        before, self._skipped = first_state, Skipped()
         for row, (content, after) in enumerate(self._source.iterate(first_state), start=first_row):
-            feature = checked_feature(content, row)
-            for piece in range(len(self._fitting.lengths(len(feature), row))):
+            feature = checked_feature(content, f"row {row}")
+            lengths = self._fitting.lengths(len(feature), f"row {row}")
+            if not lengths:
+                self._skipped += self._fitting.dropped(len(feature), f"row {row}")
+            for piece in range(len(lengths)):
                 yield _Sequence(row, before, piece, 0, self._fitting.piece(feature, piece))
             before = after
+        warn_of_skipped(self._skipped)
 
     def _pack(self, held: list[_Sequence], number: int, all_of_them: bool) -> tuple[list[list[_Sequence]], list[_Sequence]]:
         """The packs to give out, in their order, and the sequences that stay."""

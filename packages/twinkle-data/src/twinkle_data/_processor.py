@@ -134,12 +134,16 @@ class _Layout:
 
 def _sequences(features: Sequence[InputFeature | PackedFeature]) -> tuple[list[InputFeature], list[int]]:
     """All sequences of all features, and of which feature each is."""
+    if isinstance(features, (InputFeature, PackedFeature)):
+        raise FormatError(f"a list of features is collated, not {a_kind(features)} alone: [feature]")
     if len(features) == 0:
         raise FormatError("there is nothing to collate: the list of features is empty")
     sequences: list[InputFeature] = []
     feature_ids: list[int] = []
     for index, feature in enumerate(features):
         if not isinstance(feature, (InputFeature, PackedFeature)):
+            if isinstance(feature, tuple) and all(isinstance(side, InputFeature) for side in feature):
+                raise FormatError(f"features[{index}] is a pair of features (chosen, rejected): collate [side for pair in features for side in pair]")
             raise FormatError(f"features[{index}] is {a_kind(feature)}, not an InputFeature; encode it with a Template first")
         own = sequences_of(feature)
         sequences += own

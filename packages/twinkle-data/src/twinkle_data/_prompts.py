@@ -1,6 +1,6 @@
 """Sets of prompts with reference answers, for sampling."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class _Prompt:
             raise FormatError(f"a prompt is a mapping with fields, not {a_kind(row)}")
         field = _field(row, self.prompt, _PROMPTS)
         if field is None:
-            raise FormatError(f"no field {self.prompt or ' or '.join(_PROMPTS)!r}; say prompt=<the field with the question>")
+            raise FormatError(f"{_absent(row, self.prompt, _PROMPTS)}; say prompt=<the field with the question>")
         messages = list(_messages(row[field], field))
         system = self.system if row.get("system") in (None, "") else row["system"]
         if system is not None and messages[0].role not in ("system", "developer"):
@@ -72,7 +72,7 @@ class _Prompt:
         user_data = {str(key): value for key, value in row.items() if key not in (field, *_USED)}
         name = _field(row, self.answer, _ANSWERS)
         if name is None and self.require_answer:
-            raise FormatError(f"no field {self.answer or ' or '.join(_ANSWERS)!r}; say answer=<the field with it>, or require_answer=False")
+            raise FormatError(f"{_absent(row, self.answer, _ANSWERS)}; say answer=<the field with it>, or require_answer=False")
         if name is not None:
             user_data["answer"] = row[name]
         return Trajectory(messages=messages, user_data={**user_data, "question": messages[-1].content}, tools=tools_of(row))
@@ -80,6 +80,13 @@ class _Prompt:
 
 def _field(row: Mapping[str, Any], name: str | None, usual: Iterable[str]) -> str | None:
     return next((field for field in ((name,) if name else usual) if row.get(field) is not None), None)
+
+
+def _absent(row: Mapping[str, Any], name: str | None, usual: Sequence[str]) -> str:
+    names = (name,) if name else usual
+    if null := next((field for field in names if field in row), None):
+        return f"the field {null!r} is null"
+    return f"no field {' or '.join(map(repr, names))}"
 
 
 def _messages(value: Any, field: str) -> Iterable[Message]:

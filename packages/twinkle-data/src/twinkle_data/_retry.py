@@ -11,6 +11,7 @@ from ._checks import check_state, check_whole, is_number
 from ._errors import DatasetError, LoaderStateError, NoSignalError
 from ._loader import DataLoader
 from ._sampling import SampleResponse
+from ._wording import a_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,8 @@ class RetrySampler:
         if len(responses) != len(rows):
             raise DatasetError(f"sample returned {len(responses)} responses for {len(rows)} prompts")
         for response in responses:
+            if not isinstance(response, SampleResponse):
+                raise DatasetError(f"sample returned {a_kind(response)} for a prompt; it returns a SampleResponse for each, as a sampler does")
             response.raise_for_error()
         if any(not response.sequences for response in responses):
             raise DatasetError("sample returned a response without a sequence")

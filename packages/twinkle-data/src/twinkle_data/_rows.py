@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ._errors import DataError, DatasetError
 from ._places import Places, joined_places, places_of
-from ._skipped import Skipped, warn_of_skipped
+from ._skipped import Skipped, left_out, warn_of_skipped
 
 
 class RowName:
@@ -189,6 +189,7 @@ class Found(Sequence[Any]):
                         raise
                     skipped += Skipped(count=1, reasons=(str(error),))
                     continue
+                skipped += left_out(given)
                 indices += [index] * len(given)
                 if self._keep:
                     values += given

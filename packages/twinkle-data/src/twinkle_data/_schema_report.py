@@ -25,6 +25,8 @@ class SchemaReport:
         roles: for each role how many messages have it.
         num_problems: rows that cannot be made a conversation.
         problems: what is wrong with the first five of them.
+        num_without_answer: conversations without a turn of the assistant: nothing of them is trained on.
+        num_answer_first: conversations that the assistant begins, which `encode` refuses: nothing is there to answer.
     """
 
     num_rows: int
@@ -33,6 +35,8 @@ class SchemaReport:
     roles: Mapping[str, int]
     num_problems: int
     problems: tuple[str, ...]
+    num_without_answer: int = 0
+    num_answer_first: int = 0
 
     @property
     def schema(self) -> str | None:
@@ -48,6 +52,12 @@ class SchemaReport:
         if self.num_problems:
             lines.append(f"  {in_rows(self.num_problems)} cannot be made a conversation:")
             lines += [f"    {problem}" for problem in self.problems]
+        for count, what in (
+            (self.num_without_answer, "without a turn of the assistant: nothing is trained on"),
+            (self.num_answer_first, "begun by the assistant, which encode refuses: leave that turn out, or put a user's before it"),
+        ):
+            if count:
+                lines.append(f"  {in_rows(count)} {what}")
         return "\n".join(lines)
 
 
@@ -60,6 +70,7 @@ def report_schema(rows: Sequence[Any], limit: int | None) -> SchemaReport:
     size = len(rows) if limit is None else min(limit, len(rows))
     schemas, fields, roles = Counter[str](), dict[str, Counter[str]](), Counter[str]()
     problems: list[str] = []
+    without_answer = answer_first = 0
     for index in range(size):
         try:
             row = rows[index]
@@ -71,6 +82,8 @@ def report_schema(rows: Sequence[Any], limit: int | None) -> SchemaReport:
                 continue
             found = to_conversation(row, schema)
             sides = [found] if hasattr(found, "messages") else [found.chosen, found.rejected]  # pyright: ignore[reportAttributeAccessIssue]
+            without_answer += all(message.role != "assistant" for side in sides for message in side.messages)  # pyright: ignore[reportAttributeAccessIssue]
+            answer_first += any(side.messages[0].role == "assistant" for side in sides)  # pyright: ignore[reportAttributeAccessIssue]
             roles.update(message.role for side in sides for message in side.messages)  # pyright: ignore[reportAttributeAccessIssue]
         except DataError as error:
             text = str(error)
@@ -82,4 +95,6 @@ def report_schema(rows: Sequence[Any], limit: int | None) -> SchemaReport:
         roles=dict(roles.most_common()),
         num_problems=len(problems),
         problems=tuple(problems[:_MOST_PROBLEMS]),
+        num_without_answer=without_answer,
+        num_answer_first=answer_first,
     )

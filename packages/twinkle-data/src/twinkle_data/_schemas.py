@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from ._errors import FormatError
-from ._messages import Message, PreferencePair, Trajectory
+from ._messages import ROLES, Message, PreferencePair, Trajectory
 from ._wording import a_kind
 
 _ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "ipython")},
+    **{role: role for role in ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "bot", "model", "chatgpt", "ai", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("function", "observation", "tool_response", "function_response"), "tool"),
@@ -78,7 +78,7 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
     if name is None:
         fields = ", ".join(f"{key!r} (null)" if value is None else repr(key) for key, value in row.items()) if isinstance(row, Mapping) else ""
         kind = f"its fields are {fields or 'none'}" if isinstance(row, Mapping) else f"it is {a_kind(row)}"
-        raise FormatError(f"cannot tell what form of chat data this is ({kind}); map it to a Trajectory or to a mapping with 'messages'")
+        raise FormatError(f"cannot tell what form of chat data this is ({kind}){_near(row)}; map it to a Trajectory or to a mapping with 'messages'")
     check_schema(name)
     row = {"text": row} if isinstance(row, str) else row
     if not isinstance(row, Mapping):
@@ -87,6 +87,20 @@ def to_conversation(row: Any, schema: str | None = None, roles: Mapping[str, str
         return _CONVERT[name](row, known)
     except RecursionError:
         raise FormatError("values are nested too deep") from None
+
+
+def _near(row: Any) -> str:
+    """Which form it would be with one field more."""
+    if isinstance(row, Mapping):
+        has = {key for key, value in row.items() if value is not None}
+        for name, first, second in (
+            ("question_answer", _QUESTIONS, _ANSWERS),
+            ("alpaca", ("instruction",), ("output",)),
+            ("prompt_completion", _PROMPTS, _COMPLETIONS),
+        ):
+            if has.intersection(first):
+                return f": {name} lacks {' or '.join(map(repr, second))}"
+    return ""
 
 
 def check_schema(name: str | None) -> None:

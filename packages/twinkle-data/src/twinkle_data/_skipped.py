@@ -11,7 +11,7 @@ _MOST_REASONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """Rows that `on_error='skip'` left out.
+    """Rows that `on_error='skip'`, a template's `truncation='drop'` or packing's `too_long='drop'` left out.
 
     Args:
         count: how many.
@@ -33,6 +33,22 @@ class Skipped:
                 *self.reasons,
             ]
         )
+
+
+class LeftOut(tuple[()]):
+    """What stands in the place of a row that is left out for a reason: nothing. reason: the row's name and why."""
+
+    reason: str
+
+    def __new__(cls, reason: str) -> "LeftOut":
+        self = super().__new__(cls)
+        self.reason = reason
+        return self
+
+
+def left_out(given: object) -> Skipped:
+    """What is to be counted of what stands in a row's place."""
+    return Skipped(count=1, reasons=(given.reason,)) if isinstance(given, LeftOut) else Skipped()
 
 
 def warn_of_skipped(skipped: Skipped) -> None:

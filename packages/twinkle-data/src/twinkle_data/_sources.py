@@ -3,6 +3,7 @@
 import csv
 import glob
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def check_no_names(source: Any) -> None:
 
 
 def matching_files(source: str | Path) -> list[Path]:
-    """The path itself, or the files that a pattern such as 'data/*.jsonl' matches, sorted."""
+    """The path itself (`~` is the home folder), or the files that a pattern such as 'data/*.jsonl' matches, sorted."""
+    source = os.path.expanduser(source)
     if not any(mark in str(source) for mark in "*?[") or Path(source).exists():
         return [Path(source)]
     if not (found := sorted(glob.glob(str(source), recursive=True))):

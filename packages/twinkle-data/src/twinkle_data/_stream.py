@@ -8,7 +8,7 @@ from ._checks import check_whole
 from ._dataset import Dataset, mix_rows
 from ._errors import DatasetError
 from ._rows import Failed
-from ._skipped import Skipped
+from ._skipped import Skipped, warn_of_skipped
 from ._sources import check_no_names, hub_rows
 from ._streams import Each, FileSource, Limited, Mixed, ObjectSource, Shuffled, Stage, inner_state
 from ._tables import check_no_splits
@@ -38,6 +38,9 @@ class IterableDataset(Iterable[Any]):
         """A dataset of the Hugging Face hub, streamed (`datasets.load_dataset(..., streaming=True)`). Errors as `Dataset.from_hub`."""
         return cls(hub_rows(name, split, config, revision, streaming=True))
 
+    def __repr__(self) -> str:
+        return f"<IterableDataset: {self._stage.settings}>"
+
     def __iter__(self) -> Iterator[Any]:
         """The rows from the first on."""
         return (row for row, _ in self.iterate())
@@ -56,6 +59,7 @@ class IterableDataset(Iterable[Any]):
             if isinstance(row, Failed):
                 raise row.error
             yield row, {"stream": settings, "at": after}
+        warn_of_skipped(self.skipped)
 
     def map(self, fn: Callable[[Any], Any], *, on_error: OnError = "raise") -> "IterableDataset":
         """`fn(row)` of each; failures as in `Dataset.map`."""
@@ -99,7 +103,7 @@ class IterableDataset(Iterable[Any]):
 
     @property
     def skipped(self) -> Skipped:
-        """What all steps have left out so far because of `on_error='skip'`, in the latest pass."""
+        """What all steps have left out so far, in the latest pass; a pass that reaches the end tells it in a warning."""
         return self._stage.skipped
 
     def _each(self, transform: Transform, what: str, on_error: str) -> "IterableDataset":
@@ -139,7 +143,8 @@ def mix(
     except (TypeError, ValueError):
         raise DatasetError(f"mix: weights is {weights!r:.200}; it must be a list of numbers") from None
     if not datasets or len(shares) != len(datasets) or not all(0 < share < float("inf") for share in shares):
-        raise DatasetError(f"mix: {len(datasets)} datasets with the weights {shares}; there must be one weight above zero for each")
+        one_by_one = "; datasets are given one by one: mix(a, b)" if any(isinstance(one, (list, tuple)) for one in datasets) else ""
+        raise DatasetError(f"mix: {len(datasets)} datasets with the weights {shares}; there must be one weight above zero for each{one_by_one}")
     if stop not in ("first", "all"):
         raise DatasetError(f"mix: stop is {stop!r}; it must be 'first' or 'all'")
     check_whole("seed", seed, 0)

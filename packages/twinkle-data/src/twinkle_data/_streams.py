@@ -14,7 +14,7 @@ import numpy as np
 from ._checks import is_count
 from ._errors import DataError, DatasetError, LoaderStateError
 from ._rows import Failed, row_or_failed
-from ._skipped import Skipped
+from ._skipped import Skipped, left_out
 from ._sources import iterate_files, tool_rows
 
 Item = tuple[object, Any, Any]
@@ -108,9 +108,12 @@ class Each:
         failed = row
         if not isinstance(row, Failed):
             try:
-                return self._fn(name, row)
+                given = self._fn(name, row)
             except DataError as error:
                 failed = Failed(error)
+            else:
+                self._skipped += left_out(given)
+                return given
         if not self._skip_errors:
             return (failed,)
         self._skipped += Skipped(count=1, reasons=(str(failed.error),))

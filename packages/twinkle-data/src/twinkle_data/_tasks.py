@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ._checks import check_whole
 from ._dataset import Dataset
 from ._errors import DatasetError, MissingExtraError
 from ._messages import Message, Trajectory
@@ -37,6 +38,8 @@ def task_dataset(name: str, **options: Any) -> Dataset:
         close = difflib.get_close_matches(name, DATASETS, n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {len(DATASETS)}, see reasoning_gym.factory.DATASETS"
         raise DatasetError(f"reasoning-gym has no task {name!r}; {hint}")
+    if "size" in options:
+        check_whole(f"size of the task {name!r}", options["size"], 1)
     try:
         task = create_dataset(name, **options)
     except (TypeError, ValueError, AssertionError) as error:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from ._checks import is_whole
-from ._errors import DataError, FormatError, MissingExtraError, SequenceTooLongError, TemplateError
+from ._errors import DataError, DatasetError, FormatError, MissingExtraError, SequenceTooLongError, TemplateError
 from ._formats import IGNORE_INDEX, InputFeature
-from ._messages import Message, PreferencePair, Trajectory, check_unicode
+from ._messages import ROLES, Message, PreferencePair, Trajectory, check_unicode
 from ._packed import cut
 from ._rendering import ChatRenderer
 from ._sampling import append_context
 from ._skeletons import Span
 from ._tokens import ChatTokenizer
+from ._wording import a_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +50,8 @@ class Template:
             features of `max_length` tokens of it (those without a trained token are left out, unless the row has none at all), 'drop'
             leaves the row out. Where one row may become several or none, use `batch_encode` or `Dataset.encode`.
         system: a system prompt for conversations that begin with none.
+        other_roles: roles that the chat template knows beside 'system', 'developer', 'user', 'assistant', 'tool' and 'ipython'. Others are
+            errors: most templates render a misspelt 'assistant' as it stands, and nothing of it would be trained on.
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -63,6 +66,7 @@ class Template:
         max_length: int | None = None,
         truncation: Truncation = "error",
         system: str | None = None,
+        other_roles: Iterable[str] = (),
     ) -> None:
         if max_length is not None and not (is_whole(max_length) and max_length >= 1):
             raise FormatError(f"Template.max_length is {max_length!r}; it must be None or a whole number, at least 1")
@@ -71,9 +75,14 @@ class Template:
         self.tokenizer = _load_tokenizer(tokenizer_or_path) if isinstance(tokenizer_or_path, (str, Path)) else tokenizer_or_path
         self.max_length = max_length
         self.truncation: Truncation = truncation
+        self._roles = frozenset((*ROLES, *other_roles))
         self._system = None if system is None else Message(role="system", content=system)
         self._renderer = ChatRenderer(self.tokenizer)
         self._tokens = ChatTokenizer(self.tokenizer)
+
+    def __repr__(self) -> str:
+        limit = "" if self.max_length is None else f", max_length={self.max_length}, truncation={self.truncation!r}"
+        return f"<Template of {self.tokenizer.name_or_path or type(self.tokenizer).__name__}{limit}>"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -197,6 +206,7 @@ class Template:
             SequenceTooLongError: more than `max_length` tokens, and truncation is 'error', 'split' or 'drop'.
         """
         new = Trajectory(messages=messages).messages
+        self._check_roles(new)
         text = self._renderer.continuation(new, add_generation_prompt)
         # A special token in front makes the tokenizer treat what follows as the middle of a text; it is taken off again.
         end = self._renderer.end_token
@@ -226,9 +236,18 @@ class Template:
 
     def _trajectory(self, trajectory: Trajectory | Sequence[Message | Mapping[str, Any]]) -> Trajectory:
         trajectory = trajectory if isinstance(trajectory, Trajectory) else Trajectory(messages=trajectory)
+        self._check_roles(trajectory.messages)
         if self._system is None or trajectory.messages[0].role == "system":
             return trajectory
         return replace(trajectory, messages=(self._system, *trajectory.messages))
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        for index, message in enumerate(messages):
+            if message.role not in self._roles:
+                raise FormatError(
+                    f"messages[{index}].role is {message.role!r}, which is no known role ({', '.join(sorted(self._roles))}); correct it, or, if the "
+                    f"chat template knows it, say Template(..., other_roles=[{message.role!r}])"
+                )
 
     def _trajectory_or_error(self, trajectory: Any) -> "Trajectory | DataError":
         try:
@@ -334,6 +353,13 @@ class Template:
         if self.truncation in ("split", "drop"):
             advice = f"with truncation={self.truncation!r} use batch_encode or Dataset.encode, where a row may become several or none"
         raise SequenceTooLongError(f"{len(feature)} tokens, max_length is {self.max_length}: {advice}")
+
+
+def check_template(template: object) -> None:
+    """Raises DatasetError for what is no template, as the name of one's tokenizer."""
+    if not callable(getattr(template, "encode_each", None)):
+        example = f"Template({template!r:.100})" if isinstance(template, (str, Path)) else "Template(tokenizer)"
+        raise DatasetError(f"encode takes a Template, not {a_kind(template)}: {example}")
 
 
 def _batches(trajectories: Sequence[Trajectory]) -> Iterator[Sequence[Trajectory]]:

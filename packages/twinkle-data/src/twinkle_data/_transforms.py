@@ -16,8 +16,8 @@ from ._places import Places, places_of
 from ._pool import Progress, run_chunks
 from ._rows import Listed, RowName
 from ._schemas import check_roles, check_schema, detect_schema, to_conversation
-from ._skipped import Skipped, warn_of_skipped
-from ._template import Template
+from ._skipped import LeftOut, Skipped, left_out, warn_of_skipped
+from ._template import Template, check_template
 
 OnError = Literal["raise", "skip"]
 # Changes whenever what a cached row looks like does.
@@ -113,6 +113,7 @@ class EncodeRows:
     def __post_init__(self) -> None:
         check_schema(self.schema)
         check_roles(self.roles)
+        check_template(self.template)
 
     def look(self, name: object, row: Any) -> Sequence[Any]:
         result = self.look_at_all([name], [row])[0]
@@ -136,7 +137,14 @@ class EncodeRows:
             except DataError as error:
                 results[index] = error
         results.update(zip(conversations, self.template.encode_each(list(conversations.values()), self.add_generation_prompt), strict=True))
-        return [_named(names[index], results[index]) for index in range(len(rows))]
+        return [self._named(names[index], results[index]) for index in range(len(rows))]
+
+    def _named(self, name: object, result: "Sequence[Any] | DataError") -> "Sequence[Any] | DataError":
+        if not isinstance(result, DataError):
+            return result or LeftOut(f"{name}: more than {self.template.max_length} tokens")
+        named = DatasetError(f"{name}: {result}")
+        named.__cause__ = result
+        return named
 
     def _pair(self, pair: PreferencePair) -> Sequence[Any]:
         try:
@@ -157,14 +165,6 @@ class EncodeRows:
         return ["encode", versions, fingerprint(self.template), self.add_generation_prompt, self.schema, dict(self.roles or {})]
 
 
-def _named(name: object, result: "Sequence[Any] | DataError") -> "Sequence[Any] | DataError":
-    if not isinstance(result, DataError):
-        return result
-    named = DatasetError(f"{name}: {result}")
-    named.__cause__ = result
-    return named
-
-
 def call(fn: Callable[[Any], Any], name: object, row: Any) -> Any:
     """fn(row); whatever it raises is a DatasetError that names the row, the function and the row's fields."""
     try:
@@ -173,7 +173,8 @@ def call(fn: Callable[[Any], Any], name: object, row: Any) -> Any:
         what = getattr(fn, "__qualname__", type(fn).__name__)
         reason = f"no field {error}" if isinstance(error, KeyError) and isinstance(row, Mapping) else f"{type(error).__name__}: {error}"
         has = f" (the row has {', '.join(map(repr, row)) or 'no fields'})" if isinstance(row, Mapping) else ""
-        raise DatasetError(f"{name}: {what} failed: {reason}{has}") from error
+        failed = str(error) if isinstance(error, DataError) else f"{what} failed: {reason}"
+        raise DatasetError(f"{name}: {failed}{has}") from error
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class _Job:
                     raise result
                 skipped += Skipped(count=1, reasons=(str(result),))
                 continue
+            skipped += left_out(result)
             values += result
             indices += [index] * len(result)
         return Chunk(values, indices, skipped)

@@ -1,6 +1,7 @@
 """The one place that remembers something: the runtime of this process and, in a worker, which worker it is."""
 
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -54,8 +55,10 @@ class RunningIterator(Iterator[Any]):
             with running(self._target):
                 generator.close()  # pyright: ignore[reportUnknownMemberType]
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # While the interpreter ends, this module's names may be gone already; what the generator holds ends with the process.
+        if not is_finalizing():
+            self.close()
 
 
 def current_runtime() -> Runtime:
