@@ -94,9 +94,7 @@ def test_encode_takes_trajectories_and_mappings_and_names_what_is_wrong(make_tok
     encoded = Dataset([Trajectory(messages=messages), {"messages": messages, "answer": "19"}]).encode(template, add_generation_prompt=True)
     assert encoded[0].input_ids.tolist() == encoded[1].input_ids.tolist()
     assert encoded[1].user_data == {"answer": "19"}
-    with pytest.raises(
-        DatasetError, match=r"row 1: cannot tell what form of chat data this is \(its fields are 'question'\): question_answer lacks"
-    ):
+    with pytest.raises(DatasetError, match=r"row 1: cannot tell what form of chat data this is \(its fields are 'question'\): question_answer lacks"):
         list(Dataset([{"messages": messages}, {"question": "a"}]).encode(template))
     with pytest.raises(DatasetError, match=r"row 0: messages\[0\]: no field 'content' \(the message has 'role'\)"):
         Dataset([{"messages": [{"role": "user"}]}]).encode(template)[0]

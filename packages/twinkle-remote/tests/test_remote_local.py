@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -493,3 +494,16 @@ def test_errors_take_a_message_and_pickle(name):
 def test_numpy_arrays_pass_through_untouched():
     array = np.arange(3)
     assert Adder().describe(array).get()[1] is array
+
+
+def test_a_group_that_nobody_named_is_told(caplog):
+    @tr.remote_class()
+    class Lonely:
+        @tr.remote_function(dispatch="all", collect="first", lazy_collect=False)
+        def here(self):
+            return os.getpid()
+
+    assert Lonely().here() == os.getpid()
+    assert "remote_group" not in caplog.text
+    assert Lonely(remote_group="actor").here() == os.getpid()  # pyright: ignore[reportCallIssue]
+    assert "remote_group='actor': initialize() was not called with groups" in caplog.text

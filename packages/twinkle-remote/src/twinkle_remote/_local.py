@@ -51,6 +51,8 @@ class LocalRuntime:
 
     def mesh_for(self, group_name: str | None, mesh: DeviceMesh | None, execute: Execute) -> DeviceMesh:
         group = find_group(self.groups, group_name) if group_name is not None and self._explicit else None
+        if group_name is not None and group is None:
+            logger.warning("remote_group=%r: initialize() was not called with groups, so what it names is built in this process", group_name)
         if mesh is None:
             mesh = DeviceMesh.from_sizes(dp_size=self.world_size)
         elif group is not None and execute == "all":
