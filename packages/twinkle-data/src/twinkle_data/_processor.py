@@ -142,7 +142,8 @@ def _sequences(features: Sequence[InputFeature | PackedFeature]) -> tuple[list[I
     feature_ids: list[int] = []
     for index, feature in enumerate(features):
         if not isinstance(feature, (InputFeature, PackedFeature)):
-            if isinstance(feature, tuple) and all(isinstance(side, InputFeature) for side in feature):
+            given: Any = feature
+            if isinstance(given, tuple) and all(isinstance(side, InputFeature) for side in given):  # pyright: ignore[reportUnknownVariableType]
                 raise FormatError(f"features[{index}] is a pair of features (chosen, rejected): collate [side for pair in features for side in pair]")
             raise FormatError(f"features[{index}] is {a_kind(feature)}, not an InputFeature; encode it with a Template first")
         own = sequences_of(feature)
