@@ -43,7 +43,9 @@ class AxisLayout(NamedTuple):
         """Where the axes are in `names`, in that order; InvalidMeshError for an axis that is absent or named twice."""
         for axis in axes:
             if axis not in self.names:
-                raise InvalidMeshError(f"there is no axis {axis!r} here; the axes are {', '.join(self.names)}")
+                of_experts = axis in ("ep", "etp", "expert_dp", "ep_fsdp")
+                other = f"; {axis!r} is an axis of the experts: expert_rank_groups({axis!r})" if of_experts else ""
+                raise InvalidMeshError(f"there is no axis {axis!r} here; the axes are {', '.join(self.names)}{other}")
         if len(set(axes)) != len(axes):
             raise InvalidMeshError(f"an axis is named twice in {axes}")
         return tuple(i for i, name in enumerate(self.names) if name in axes)
