@@ -57,6 +57,9 @@ if __name__ == "__main__":
     if args.write_smollm2:
         write_smollm2(args.write_smollm2)
     elif args.model:
+        mark = "adapter_config.json" if args.lora else "config.json"
+        if args.save and any(Path(args.save).glob("*")) and not (Path(args.save) / mark).is_file():
+            parser.error(f"--save {args.save}: the folder holds other files, and what is there would be replaced; name another")
         train()
     else:
         parser.error("give --model FOLDER, or --write-smollm2 FOLDER first")

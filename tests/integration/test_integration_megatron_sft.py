@@ -48,6 +48,12 @@ def test_the_example_has_equal_losses_in_three_layouts(small):
             assert other_norm == pytest.approx(norm, abs=1e-4)
 
 
+def test_the_example_does_not_train_for_a_folder_that_it_may_not_replace(small):
+    done = run_process([sys.executable, EXAMPLE, "--model", str(small / "model"), "--save", str(small)], cwd=small, timeout_s=100)
+    assert done.status == 2
+    assert "the folder holds other files" in done.output
+
+
 @pytest.mark.full
 def test_the_example_trains_an_adapter_and_saves_it(small):
     single = _steps(small, 1, "--lora", "4", "--save", str(small / "adapter"))

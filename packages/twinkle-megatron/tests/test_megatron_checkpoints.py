@@ -194,6 +194,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_bit_for_bit(two_ranks: An
 
 def failing_on_rank(path: Path, rows: list[Any], folder: Path) -> tuple[list[str], list[str]]:
     """What is raised, and where, when rank 1 cannot write: at once, and in the background."""
+    import torch.distributed as dist
+
     from twinkle_megatron import CheckpointError
     from twinkle_train import list_checkpoints
 
@@ -221,6 +223,24 @@ def failing_on_rank(path: Path, rows: list[Any], folder: Path) -> tuple[list[str
         _steps(trainer, rows, 1)
         trainer.save_checkpoint(folder / "fourth", background=True)
         trainer.wait_for_checkpoint()
+        # What one rank cannot read is an error on all of them, too, and changes nothing.
+        weights = trainer.export_weights()
+        _steps(trainer, rows, 1)
+        trained = trainer.export_weights()
+        if os.environ["RANK"] == "1":
+            (folder / "fourth" / "generators-1.pt").rename(folder / "generators")
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=r"could not read .*generators-1\.pt"):
+            trainer.resume_from_checkpoint(folder / "fourth")
+        now = trainer.export_weights()
+        assert all(np.array_equal(now[name], weight) for name, weight in trained.items())
+        dist.barrier()
+        if os.environ["RANK"] == "1":
+            (folder / "generators").rename(folder / "fourth" / "generators-1.pt")
+        dist.barrier()
+        trainer.resume_from_checkpoint(folder / "fourth")
+        now = trainer.export_weights()
+        assert all(np.array_equal(now[name], weight) for name, weight in weights.items())
         return raised, [path.name for path in list_checkpoints(folder)]
 
 
