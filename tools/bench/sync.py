@@ -139,7 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     trainer_class: Any = Trainer
     sampler_class: Any = Sampler
-    with initialize("ray", groups=[DeviceGroup("trainer", 1, "cpu"), DeviceGroup("sampler", 1, "cpu")], threads_per_worker=1):
+    with initialize("ray", groups=[DeviceGroup(name, 1, "cpu") for name in ("trainer", "sampler")], threads_per_worker=1, start_timeout_s=400):
         trainer, sampler = (cls(arguments.mebibytes, remote_group=name) for cls, name in ((trainer_class, "trainer"), (sampler_class, "sampler")))
         address = trainer.raw_listen()
         joined = trainer.raw_join(address), sampler.raw_join(address)

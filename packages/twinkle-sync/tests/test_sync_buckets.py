@@ -18,6 +18,8 @@ from twinkle_sync import (
     Unpacker,
     pack,
 )
+from twinkle_sync._ahead import started
+from twinkle_sync._buffers import Buffers
 from twinkle_sync._messages import Abort, Begin, End, decode, encode, outgoing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -69,6 +71,30 @@ def test_received_tensors_stay_valid_when_later_buckets_arrive():
     source = [(f"t{i}", torch.full((16,), float(i))) for i in range(20)]
     kept = [item for bucket in pack(source, 64, ledger) for item in unpacker.feed(bucket)]
     assert [tensor[0].item() for _, tensor in kept] == [float(i) for i in range(20)]
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it():
+    buffers = Buffers()
+    first = buffers.take(1000)
+    first.fill_(1)
+    view = first[10:20].view(torch.int16)
+    address = first.data_ptr()
+    del first
+    other = buffers.take(1000)
+    other.fill_(2)
+    assert view.tolist() == [257] * 5
+    del view
+    again = buffers.take(900)
+    assert again.data_ptr() == address
+    assert len(again) == 900
+    assert other.tolist() == [2] * 1000
+    waiting = started(buffers.take, 1000, wait_s=30)  # two are lent
+    assert not waiting.done()
+    del other
+    assert len(waiting.result(10)) == 1000
+    waiting = started(buffers.take, 1000, wait_s=30)
+    buffers.need(True)  # the loader waits and keeps what it has
+    assert len(waiting.result(10)) == 1000
 
 
 def test_the_digest_depends_on_content_order_and_names_but_not_on_the_buckets():

@@ -25,9 +25,21 @@ def test_all_receivers_get_every_version_over_one_connection(run_ranks, transpor
     assert receivers[0].value[0] == receivers[1].value[0]
 
 
+@pytest.mark.parametrize("transport", ["gloo"])
+def test_a_transfer_needs_two_buckets_of_memory_on_either_side(run_ranks, transport):
+    sender, receiver = run_ranks("peak_memory", 2, transport=transport, bucket_size_bytes=24 << 20)
+    assert 0.9 < sender.value < 2.3
+    assert 0.9 < receiver.value < 2.3
+
+
 def test_the_default_process_group_is_left_alone(run_ranks, tmp_path):
     outcomes = run_ranks("beside_a_default_group", store_file=str(tmp_path / "store"))
     assert [outcome.value for outcome in outcomes] == [(9.0, True)] * 3
+
+
+def test_parts_of_a_tensor_are_sent_whole(run_ranks, tmp_path):
+    outcomes = run_ranks("parts_of_a_tensor", 2, store_file=str(tmp_path / "store"))
+    assert [outcome.value for outcome in outcomes] == [([("w", (6, 4)), ("b", (2,))], True, "Tensor")] * 2
 
 
 @most

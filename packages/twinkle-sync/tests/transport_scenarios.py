@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from twinkle_remote import initialize
-from twinkle_sync import Bucket, Deadline, Message, TransferPlan, WeightReceiver, WeightSender
+from twinkle_sync import Bucket, Deadline, Message, StateDict, TransferPlan, WeightReceiver, WeightSender
 
 TRANSPORT = "gloo"
 
@@ -24,6 +24,7 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
         ("layers.0.scale", torch.tensor(float(version))),
         ("layers.0.empty", torch.zeros(0, 4)),
         ("head.bias", torch.randn(50, generator=generator)),
+        (f"with_a_long_name.{'x' * 5000}", torch.ones(3)),
     ]
 
 
@@ -180,6 +181,69 @@ def lost_end(rank: int, world_size: int, address: Any) -> Any:
         time.sleep(me.timeout_s + 2.0)  # the board of Ray ends with this process
         return None
     return me.transfer(1)
+
+
+def parts_of_a_tensor(rank: int, world_size: int, address: Any, store_file: str) -> Any:
+    """A weight of which each rank has a part, as a source; what rank 0 would send."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(24.0).view(6, 4)
+    source = StateDict({"w": distribute_tensor(whole, mesh, [Shard(0)]), "b": torch.ones(2)})
+    sent = dict(source.iter_weights())
+    specs = [(spec.name, spec.shape) for spec in source.weight_specs()]
+    dist.destroy_process_group()
+    return specs, torch.equal(sent["w"], whole), type(sent["w"]).__name__
+
+
+class LargeSource(Source):
+    tensor = torch.ones(0)
+    count = 8
+
+    def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not len(self.tensor):
+            yield from super().iter_weights()
+            return
+        for index in range(self.count):
+            yield f"layers.{index}.weight", self.tensor
+
+
+class CopyingSink(Sink):
+    tensor = torch.ones(0)
+
+    def load_weights(self, tensors: Any, version: int) -> None:
+        for _, tensor in tensors:
+            if len(self.tensor):
+                self.tensor.copy_(tensor)
+
+
+def peak_memory(rank: int, world_size: int, address: Any, bucket_size_bytes: int) -> float:
+    """The most memory during a transfer above that before it, in buckets."""
+    me = Rank(rank, world_size, address)
+    me.source, me.sink = LargeSource(), CopyingSink()
+    if rank == 0:
+        me.address = me.source.open_weight_channel(TRANSPORT, 20.0)
+        address.put(me.address)
+    else:
+        me.address = address.get(timeout=60)
+    me.transfer(1)  # opens the connection
+    me.source.tensor = me.sink.tensor = torch.ones(bucket_size_bytes // 4)
+    me.source._sent_specs = None  # or it would be held to the tensors of the first transfer
+
+    def memory(name: str) -> int:
+        with open("/proc/self/status") as stream:
+            return next(int(line.split()[1]) * 1024 for line in stream if line.startswith(name))
+
+    with open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")  # the peak counts from here on
+    before = memory("VmRSS")
+    if rank == 0:
+        me.source.send_weights(me.plan(2, bucket_size_bytes)).get()
+    else:
+        me.sink.receive_weights(me.plan(2, bucket_size_bytes)).get()
+    return (memory("VmHWM") - before) / bucket_size_bytes
 
 
 def receiver_dies(rank: int, world_size: int, address: Any) -> Any:

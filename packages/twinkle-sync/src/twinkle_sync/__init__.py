@@ -18,6 +18,7 @@ from ._protocols import WeightSink, WeightSource
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
 from ._spec import TensorSpec
+from ._state_dict import StateDict, whole_tensors
 from ._transport import Transport, make_transport
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Piece",
     "RayTransport",
     "ShapesDiffer",
+    "StateDict",
     "SyncError",
     "SyncReport",
     "TensorNotSupported",
@@ -60,4 +62,5 @@ __all__ = [
     "make_transport",
     "outgoing",
     "pack",
+    "whole_tensors",
 ]

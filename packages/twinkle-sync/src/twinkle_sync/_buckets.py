@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ._buffers import Buffers
 from ._errors import ChannelMisuse, TransferCorrupted
-from ._ledger import Ledger, checksum
+from ._ledger import Checksum, Ledger
 from ._spec import TensorSpec
 
+_CHUNK = 1 << 18  # bytes that are copied and checksummed while they are in the processor's cache
 _ALIGNMENT = 64  # of a tensor's first byte in its bucket, so that a view of any dtype is aligned
 
 
@@ -16,7 +18,7 @@ _ALIGNMENT = 64  # of a tensor's first byte in its bucket, so that a view of any
 class Piece:
     """A run of one tensor's bytes inside a bucket: mostly the whole tensor.
 
-    `checksum` is the CRC-32 of the tensor's bytes from its first one to the end of this piece (0 when nothing is verified).
+    `checksum` is that (XXH3, 64 bits) of the tensor's bytes from its first one to the end of this piece (0 when nothing is verified).
     """
 
     spec: TensorSpec
@@ -35,9 +37,9 @@ class Bucket:
 
 
 class _OpenBucket:
-    def __init__(self, capacity: int, device: str) -> None:
+    def __init__(self, capacity: int, buffers: Buffers) -> None:
         self._capacity = capacity
-        self._device = device
+        self._buffers = buffers
         self._payload: torch.Tensor | None = None
         self.pieces: list[Piece] = []
         self._used = 0
@@ -51,18 +53,22 @@ class _OpenBucket:
         """Where the next piece may begin."""
         return -(-self._used // _ALIGNMENT) * _ALIGNMENT
 
-    def put(self, spec: TensorSpec, offset: int, data: torch.Tensor, crc: int, verify: bool) -> int:
+    def put(self, spec: TensorSpec, offset: int, data: torch.Tensor, checksum: Checksum | None) -> int:
         """Copy `data` (bytes `offset` and on of the tensor) in; the tensor's checksum so far."""
         if self._payload is None:
-            self._payload = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
+            self._payload = self._buffers.take(self._capacity)
         begin = self._start
         end = begin + data.numel()
-        self._payload[begin:end].copy_(data)
-        if verify:
-            crc = checksum(self._payload[begin:end], crc)
-        self.pieces.append(Piece(spec, offset, begin, data.numel(), crc))
+        space = self._payload[begin:end]
+        step = _CHUNK if checksum and space.device.type == "cpu" else max(1, data.numel())
+        for start in range(0, data.numel(), step):
+            part = space[start : start + step].copy_(data[start : start + step])
+            if checksum:
+                checksum.add(part)
+        so_far = checksum.value if checksum else 0
+        self.pieces.append(Piece(spec, offset, begin, data.numel(), so_far))
         self._used = end
-        return crc
+        return so_far
 
     def take(self) -> Bucket:
         """What is in it; it is empty then, and has no memory until something is put in."""
@@ -77,26 +83,26 @@ def pack(
 ) -> Iterator[Bucket]:
     """Copy named tensors (any device, any dtype) into buckets of at most `bucket_size_bytes` on `device`, and enter them in `ledger`.
 
-    A tensor that fits a bucket lies whole in one; a larger one fills as many as it needs. Every bucket owns its memory: the
-    receiver may keep views of it. A bucket that the receiver has let go of is freed before the next one is made.
+    A tensor that fits a bucket lies whole in one; a larger one fills as many as it needs. The receiver may keep views of a bucket; the memory of one
+    that it has let go of is used for a later one.
     """
     if bucket_size_bytes < _ALIGNMENT:
         raise ChannelMisuse(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {_ALIGNMENT}")
-    bucket = _OpenBucket(bucket_size_bytes, device)
+    bucket = _OpenBucket(bucket_size_bytes, Buffers(device))
     for name, tensor in tensors:
         spec = TensorSpec.of(name, tensor)
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if bucket.pieces and data.numel() > bucket.room and (data.numel() <= bucket_size_bytes or bucket.room <= 0):
             yield bucket.take()
-        offset, crc = 0, 0
+        offset, checksum = 0, Checksum() if verify else None
         while True:
             taken = min(data.numel() - offset, bucket.room)
-            crc = bucket.put(spec, offset, data[offset : offset + taken], crc, verify)
+            so_far = bucket.put(spec, offset, data[offset : offset + taken], checksum)
             offset += taken
             if offset == data.numel():
                 break
             yield bucket.take()
-        ledger.add(spec, crc)
+        ledger.add(spec, so_far)
     if bucket.pieces:
         yield bucket.take()
 
@@ -113,7 +119,7 @@ class Unpacker:
         self._spec: TensorSpec | None = None  # of the tensor that is not complete yet
         self._partial = torch.empty(0, dtype=torch.uint8)
         self._filled = 0
-        self._crc = 0
+        self._checksum = Checksum()
 
     def feed(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
         """The tensors that this bucket completes; TransferCorrupted when a byte differs or a piece is missing."""
@@ -132,22 +138,25 @@ class Unpacker:
         if end > payload.numel() or piece.tensor_offset + piece.size_bytes > spec.size_bytes:
             raise TransferCorrupted(f"{spec.name}: a piece reaches past the end of its bucket or tensor")
         data = payload[piece.bucket_offset : end]
-        crc = checksum(data, self._crc) if self._verify else 0
-        if crc != piece.checksum:
-            raise TransferCorrupted(f"{spec.name}: checksum {crc:08x} differs from the sender's {piece.checksum:08x}")
+        if not piece.tensor_offset:
+            self._checksum = Checksum()
+        if self._verify:
+            self._checksum.add(data)
+        so_far = self._checksum.value if self._verify else 0
+        if so_far != piece.checksum:
+            raise TransferCorrupted(f"{spec.name}: checksum {so_far:016x} differs from the sender's {piece.checksum:016x}")
         if piece.size_bytes == spec.size_bytes:
-            self._ledger.add(spec, crc)
+            self._ledger.add(spec, so_far)
             return spec.name, _as_tensor(data, spec)
         if self._spec is None:
             self._spec, self._partial = spec, torch.empty(spec.size_bytes, dtype=torch.uint8, device=payload.device)
         self._partial[self._filled : self._filled + data.numel()].copy_(data)
         self._filled += data.numel()
-        self._crc = crc
         if self._filled < spec.size_bytes:
             return None
         whole = self._partial
-        self._spec, self._partial, self._filled, self._crc = None, torch.empty(0, dtype=torch.uint8), 0, 0
-        self._ledger.add(spec, crc)
+        self._spec, self._partial, self._filled = None, torch.empty(0, dtype=torch.uint8), 0
+        self._ledger.add(spec, so_far)
         return spec.name, _as_tensor(whole, spec)
 
 

@@ -5,8 +5,9 @@ import importlib
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -18,6 +19,7 @@ from ._gloo import GlooTransport
 
 dist: Any = importlib.import_module("torch.distributed")  # its C++ part, used here, has no stubs
 _POLL_S = 0.0005
+T = TypeVar("T")
 
 
 class NcclTransport(GlooTransport):
@@ -40,6 +42,12 @@ class NcclTransport(GlooTransport):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._left(deadline, what)
         return dist.ProcessGroupNCCL(self._store, rank, world_size, options)
+
+    def _started(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        # Here and not in a thread, whose CUDA stream would be another one than that in which the buckets are made and used.
+        done: Future[T] = Future()
+        done.set_result(call(*arguments))
+        return done
 
     def _run_broadcast(self, data: torch.Tensor, options: Any, what: str, deadline: Deadline) -> None:
         staged = data.to(self.device)

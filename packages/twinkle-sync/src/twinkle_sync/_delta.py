@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ._errors import TransferCorrupted
-from ._ledger import checksum
+from ._ledger import Checksum
 
 # A name in a transfer is that of a whole tensor, or of a part of a delta.
-_INDEX, _VALUE, _CRC = "\0index", "\0value", "\0crc"
+_INDEX, _VALUE, _CHECKSUM = "\0index", "\0value", "\0checksum"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Named = tuple[str, torch.Tensor]
@@ -55,7 +55,7 @@ class Kept:
                 continue
             yield name + _INDEX, changed.to(wide)
             yield name + _VALUE, values
-            yield name + _CRC, torch.tensor([_crc(old)])
+            yield name + _CHECKSUM, _checksum(old)
         self.version = version
 
     def applied(self, parts: Iterable[Named], version: int) -> Iterator[Named]:
@@ -78,7 +78,7 @@ class Kept:
                 _bits(self.tensors[name])[index] = tensor
                 continue
             if mark:
-                if _crc(self.tensors[name]) != int(tensor):
+                if not torch.equal(_checksum(self.tensors[name]), tensor):
                     raise TransferCorrupted(f"{name}: what the delta gives is not what the sender has")
             else:
                 known = name in self.tensors
@@ -100,5 +100,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def _crc(tensor: torch.Tensor) -> int:
-    return checksum(tensor.view(-1).view(torch.uint8))
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [8]."""
+    checksum = Checksum()
+    checksum.add(tensor.view(-1).view(torch.uint8))
+    return torch.tensor(list(checksum.value.to_bytes(8, "little")), dtype=torch.uint8)

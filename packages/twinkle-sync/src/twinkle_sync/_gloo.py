@@ -2,14 +2,17 @@
 
 import importlib
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from twinkle_remote import held_port
 
+from ._ahead import started
+from ._buffers import Buffers
 from ._deadline import Deadline
 from ._errors import ChannelMisuse, PeerFailed, SyncError, TransferCorrupted
 from ._messages import Abort, End, Message, decode, encode
@@ -17,14 +20,17 @@ from ._messages import Abort, End, Message, decode, encode
 dist: Any = importlib.import_module("torch.distributed")  # its C++ part, used here, has no stubs
 _MAGIC = 0x7477_6B31  # "twk1": tells a header from stray bytes
 _MAX_JSON_BYTES = 1 << 30
+_HEAD_BYTES, _NUMBERS_BYTES = 4096, 5 * 8
+_ROOM = _HEAD_BYTES - _NUMBERS_BYTES  # for JSON
+T = TypeVar("T")
 
 
 class GlooTransport:
     """Broadcasts from rank 0 over a `ProcessGroupGloo` that belongs to this object alone.
 
     The group meets at a TCP store on a port that rank 0 holds from the moment it is picked. The default process group of
-    torch.distributed is neither needed nor touched. A message is a header of five int64 (magic, kind, sequence number, two sizes), its
-    JSON and its bytes; the sequence number tells a lost message from a late one.
+    torch.distributed is neither needed nor touched. A message is a head (five int64: magic, kind, sequence number, two sizes; and
+    the JSON, as much as has room), the rest of the JSON, and its bytes. The sequence number tells a lost message from a late one.
     """
 
     device = "cpu"  # where payloads lie
@@ -62,28 +68,50 @@ class GlooTransport:
             raise self._failure(error, what, deadline) from error
 
     def send(self, messages: Iterable[Message], deadline: Deadline) -> None:
-        """Broadcast every message."""
-        for message in messages:
-            self.send_message(message, deadline)
-            del message  # a bucket, which would be kept while the next one is filled
+        """Broadcast every message. While one travels the source makes the next, so that there are two buckets at most."""
+        underway: Future[None] | None = None
+        try:
+            for message in messages:
+                if underway is not None:
+                    underway.result()
+                underway = self._started(self.send_message, message, deadline)
+                del message  # a bucket, which would be kept while the one after the next is filled
+        except BaseException:  # raised again, once the last message (why the source failed) is out
+            if underway is not None:
+                wait([underway])
+            raise
+        if underway is not None:
+            underway.result()
 
     def send_message(self, message: Message, deadline: Deadline) -> None:
         """Broadcast one message."""
         kind, text, payload = encode(message)
-        header = torch.tensor([_MAGIC, kind, self._sequence, len(text), payload.numel()])
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        head[:_NUMBERS_BYTES].view(torch.int64).copy_(torch.tensor([_MAGIC, kind, self._sequence, len(text), payload.numel()]))
+        inside = text[:_ROOM]
+        head[_NUMBERS_BYTES : _NUMBERS_BYTES + len(inside)].copy_(torch.frombuffer(bytearray(inside), dtype=torch.uint8))
         what = f"the samplers to take message {self._sequence} of the weight transfer"
         self._sequence += 1
-        self._broadcast(header, what, deadline)
-        self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), what, deadline)
+        self._broadcast(head, what, deadline)
+        if len(text) > _ROOM:
+            self._broadcast(torch.frombuffer(bytearray(text[_ROOM:]), dtype=torch.uint8), what, deadline)
         if payload.numel():
             self._broadcast(payload, what, deadline)
 
     def receive(self, deadline: Deadline) -> Iterator[Message]:
-        """Receive the messages of one transfer. Every payload is new memory, which the loader may keep."""
-        message: Message | None = None
-        while not isinstance(message, End | Abort):
-            message = self._receive_message(deadline)
-            yield message
+        """Receive the messages of one transfer, each while the loader has the one before. The loader may keep views of a payload."""
+        buffers = Buffers(self.device)
+        coming: Future[Message] | None = self._started(self._receive_message, buffers, deadline)
+        try:
+            while coming is not None:
+                buffers.need(True)
+                message: Message | None = coming.result()
+                buffers.need(False)
+                coming = None if isinstance(message, End | Abort) else self._started(self._receive_message, buffers, deadline)
+                yield message
+                message = None
+        finally:
+            buffers.need(True)  # whatever is still to come must not wait for a loader that has given up
 
     def close(self) -> None:
         """Leave the group and close the store."""
@@ -98,27 +126,40 @@ class GlooTransport:
         options._timeout = self._left(deadline, what)
         return dist.ProcessGroupGloo(self._store, rank, world_size, options)
 
-    def _run_broadcast(self, data: torch.Tensor, options: Any, what: str, deadline: Deadline) -> None:
-        self._group.broadcast([data], options).wait()
+    def _started(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        return started(call, *arguments)
 
-    def _receive_message(self, deadline: Deadline) -> Message:
+    def _run_broadcast(self, data: torch.Tensor, options: Any, what: str, deadline: Deadline) -> None:
+        # Held here: a group that another thread closes in the meantime ends when this broadcast does, and not before, which `close` would wait for.
+        group = self._group
+        try:
+            group.broadcast([data], options).wait()
+        finally:
+            del group  # an error's traceback would keep it, and peers would not be woken
+
+    def _receive_message(self, buffers: Buffers, deadline: Deadline) -> Message:
         what = f"message {self._sequence} of the weight transfer from the trainer"
-        header = torch.zeros(5, dtype=torch.int64)
-        self._broadcast(header, what, deadline)
-        magic, kind, sequence, json_bytes, payload_bytes = cast("list[int]", header.tolist())  # pyright: ignore[reportUnknownMemberType]
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        self._broadcast(head, what, deadline)
+        numbers: Any = head[:_NUMBERS_BYTES].view(torch.int64).tolist()  # pyright: ignore[reportUnknownMemberType]
+        magic, kind, sequence, json_bytes, payload_bytes = cast("list[int]", numbers)
         if magic != _MAGIC or not 0 <= json_bytes < _MAX_JSON_BYTES or payload_bytes < 0:
             self.close()
             raise TransferCorrupted(f"{what}: these bytes are no message header; sender and receiver are out of step")
-        text = torch.empty(json_bytes, dtype=torch.uint8)
-        payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self.device)
-        self._broadcast(text, what, deadline)
+        text = head[_NUMBERS_BYTES : _NUMBERS_BYTES + min(json_bytes, _ROOM)].numpy().tobytes()
+        if json_bytes > _ROOM:
+            rest = torch.empty(json_bytes - _ROOM, dtype=torch.uint8)
+            self._broadcast(rest, what, deadline)
+            text += rest.numpy().tobytes()
+        payload = torch.empty(0, dtype=torch.uint8)
         if payload_bytes:
+            payload = buffers.take(payload_bytes, wait_s=deadline.remaining_s(what))
             self._broadcast(payload, what, deadline)
         if sequence != self._sequence:
             self.close()
             raise TransferCorrupted(f"message {self._sequence} of the weight transfer was lost: message {sequence} came instead")
         self._sequence += 1
-        return decode(kind, text.numpy().tobytes(), payload)
+        return decode(kind, text, payload)
 
     def _broadcast(self, data: torch.Tensor, what: str, deadline: Deadline) -> None:
         if self._group is None:

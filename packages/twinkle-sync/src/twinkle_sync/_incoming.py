@@ -42,9 +42,11 @@ class Incoming:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while self.receipt is None:
-            match message := self._next():
+            message = self._next()
+            match message:
                 case Bucket():
                     yield from self._unpacker.feed(message)
+                    del message  # or it would be there while the one after the next arrives
                 case End(sent):
                     self._check(sent)
                 case Abort(reason):

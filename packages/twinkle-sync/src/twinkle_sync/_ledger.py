@@ -1,11 +1,11 @@
 """The running account of a transfer: how much was sent, and a digest of all of it."""
 
 import hashlib
-import zlib
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import xxhash
 
 from ._errors import TensorNotSupported
 from ._spec import TensorSpec
@@ -21,16 +21,28 @@ class TransferReceipt:
     digest: str
 
 
-def checksum(data: torch.Tensor, start: int = 0) -> int:
-    """CRC-32 (the one of zlib and Ethernet) of a contiguous uint8 tensor, continuing from `start`. One on a GPU is copied to the host for it.
+class Checksum:
+    """XXH3 (64 bits) of the bytes that were added so far.
 
-    About 3 GiB/s on one core, and sure to notice any error burst of up to 32 bits.
+    About 8 GiB/s on one core, four times what zlib's CRC-32 does; one wrong transfer in 2^64 would pass.
     """
-    return zlib.crc32(memoryview(cast(Any, data.cpu().numpy())), start) if data.numel() else start
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def add(self, data: torch.Tensor) -> None:
+        """Continue with a contiguous uint8 tensor. One on a GPU is copied to the host for it."""
+        if data.numel():
+            self._state.update(memoryview(cast(Any, data.cpu().numpy())))
+
+    @property
+    def value(self) -> int:
+        """The checksum so far."""
+        return self._state.intdigest()
 
 
 class Ledger:
-    """Counts tensors and folds name, dtype, shape and CRC-32 of each, in order, into one BLAKE2b digest (64 bits).
+    """Counts tensors and folds name, dtype, shape and checksum of each, in order, into one BLAKE2b digest (64 bits).
 
     The digest depends on the order of the tensors and not on how they were cut into buckets, so that the same weights give the same digest
     under any bucket size. It finds mistakes, not attackers.
@@ -42,14 +54,14 @@ class Ledger:
         self._names: set[str] = set()
         self._digest = hashlib.blake2b(digest_size=8)
 
-    def add(self, spec: TensorSpec, crc: int) -> None:
-        """Enter one whole tensor whose bytes have the checksum `crc`; TensorNotSupported when its name was there before."""
+    def add(self, spec: TensorSpec, checksum: int) -> None:
+        """Enter one whole tensor whose bytes have this `Checksum`; TensorNotSupported when its name was there before."""
         if spec.name in self._names:
             raise TensorNotSupported(f"{spec.name} was yielded twice; a weight source yields each name once")
         self._names.add(spec.name)
         self.num_tensors += 1
         self.size_bytes += spec.size_bytes
-        self._digest.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\0{crc}\n".encode())
+        self._digest.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\0{checksum}\n".encode())
 
     def receipt(self, version: int) -> TransferReceipt:
         """The account so far."""
