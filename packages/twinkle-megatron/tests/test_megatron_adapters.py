@@ -15,6 +15,7 @@ from twinkle_train.testing.adapters import (
     adapters_on,
     check_apart,
     check_interrupted,
+    check_merged,
     check_peft_reads,
     check_refused_files,
     check_resumed,
@@ -128,14 +129,14 @@ def test_an_adapter_is_a_source_of_weights(pools: Any, checkpoint: Any, features
     pools(2).run(sent_on_rank, checkpoint("llama"), {"pp_size": 2}, features)
 
 
-def saved_on_rank(path: Path, sizes: dict[str, Any], rows: list[Any], folder: Path, lora: Any) -> list[Any]:
-    """An adapter after three steps, saved alone and merged; its log-probabilities."""
+def saved_on_rank(path: Path, sizes: dict[str, Any], rows: list[Any], folder: Path, lora: Any) -> tuple[list[Any], dict[str, Any]]:
+    """An adapter after three steps, saved alone and merged; its log-probabilities, and the weights that are sent with it in them."""
     with _trainer(path, sizes, ["a"], lora) as trainer:
         trainer.set_optimizer("adamw", **ADAM, adapter_name="a")
         _steps(trainer, rows, "a", 3)
         trainer.save(folder / "adapter", adapter_name="a")
         trainer.save(folder / "merged", adapter_name="a", merge=True)
-        return trainer.forward_only(rows, adapter_name="a").logprobs
+        return trainer.forward_only(rows, adapter_name="a").logprobs, {name: tensor.numpy().copy() for name, tensor in trainer.iter_merged("a")}
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", {"tp_size": 2}), ("qwen3_moe", {"ep_size": 2, "world_size": 2})])
@@ -145,7 +146,9 @@ def test_peft_reads_what_is_saved(family: str, sizes: Any, pools: Any, checkpoin
     lora = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj", "gate_proj", "up_proj"]}
     rows = features if "ep_size" not in sizes else features[:6]
     results = pools(2).run(saved_on_rank, path, sizes, rows, tmp_path, lora)
-    check_peft_reads(path, tmp_path, rows, results[0], lora["target_modules"])
+    logprobs, merged = results[0]
+    check_peft_reads(path, tmp_path, rows, logprobs, lora["target_modules"])
+    check_merged(path, tmp_path / "adapter", merged)
 
 
 def _make(path: Path, layout: dict[str, Any]) -> Any:
