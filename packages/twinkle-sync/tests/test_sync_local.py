@@ -184,8 +184,9 @@ def test_misuse_is_an_early_error_that_says_what_to_do():
 
 
 def test_a_module_and_a_state_dict_are_sources_and_a_shared_weight_comes_once():
-    module = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5))
-    module[1].weight = module[0].weight
+    table = torch.nn.Embedding(5, 4)
+    module = torch.nn.Sequential(table, torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5))
+    module[1].weight = table.weight
     sampler = Sampler()
     CheckpointEngineManager(model=StateDict(module), sampler=sampler, bucket_size_bytes=64).sync_weights()
     expected = {name: tensor.clone() for name, tensor in module.state_dict().items() if name != "1.weight"}
@@ -193,7 +194,7 @@ def test_a_module_and_a_state_dict_are_sources_and_a_shared_weight_comes_once():
     assert all(torch.equal(sampler.weights[name], tensor) for name, tensor in expected.items())
     source = StateDict(module)
     with torch.no_grad():
-        module[0].weight += 1  # what is sent are the weights of that moment
+        table.weight += 1  # what is sent are the weights of that moment
     assert torch.equal(dict(source.iter_weights())["0.weight"], expected["0.weight"] + 1)
     assert [(spec.name, spec.shape) for spec in source.weight_specs()] == [(name, tuple(tensor.shape)) for name, tensor in expected.items()]
     assert [name for name, _ in StateDict({"b": torch.ones(1), "a": torch.ones(2)}).iter_weights()] == ["b", "a"]

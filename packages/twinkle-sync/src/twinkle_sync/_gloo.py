@@ -141,8 +141,8 @@ class GlooTransport:
         what = f"message {self._sequence} of the weight transfer from the trainer"
         head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
         self._broadcast(head, what, deadline)
-        numbers: Any = head[:_NUMBERS_BYTES].view(torch.int64).tolist()  # pyright: ignore[reportUnknownMemberType]
-        magic, kind, sequence, json_bytes, payload_bytes = cast("list[int]", numbers)
+        numbers = cast("list[int]", head[:_NUMBERS_BYTES].view(torch.int64).tolist())  # pyright: ignore[reportUnknownMemberType]
+        magic, kind, sequence, json_bytes, payload_bytes = numbers
         if magic != _MAGIC or not 0 <= json_bytes < _MAX_JSON_BYTES or payload_bytes < 0:
             self.close()
             raise TransferCorrupted(f"{what}: these bytes are no message header; sender and receiver are out of step")
