@@ -97,11 +97,13 @@ def test_a_backend_trains_saves_samples_parks_and_survives_a_restart(which: str,
     assert scored(saved) == pytest.approx(expected, abs=2e-3)
     assert max(abs(a - b) for a, b in zip(scored(None), expected, strict=True)) > 1e-2
 
-    body = {"inputs": [[5, 6, 7]], "sampling_params": {"max_tokens": 24, "min_tokens": 24, "temperature": 0.0}, "adapter_path": saved}
+    body = {"inputs": [[5, 6, 7]], "sampling_params": {"max_tokens": 24, "temperature": 0.0}, "adapter_path": saved}
     whole = first.post("sample", "sampler", **body)["samples"][0]["sequences"][0]
     with first.http.stream("POST", "/sampler/tiny/twinkle/sample_stream", json=body) as answer:
         lines = [httpx.Response(200, text=line).json() for line in answer.iter_lines() if line]
     assert [token for line in lines for token in line.get("tokens", [])] == whole["tokens"]
+    # More than one line of tokens, unless the engine is faster than the server asks it, or the completion ends at once.
+    assert len([line for line in lines if line.get("tokens")]) > 1 or "vllm" in which or len(whole["tokens"]) < 3
     assert "".join(line.get("text", "") for line in lines) == whole["decoded"]
     assert lines[-1]["response"]["sequences"][0]["tokens"] == whole["tokens"]
 

@@ -62,6 +62,12 @@ def test_records_come_back_as_they_were_stored(store: Store) -> None:
     assert store.drop_checkpoint(found)
 
 
+def test_what_no_database_takes_is_just_not_there(store: Store) -> None:
+    assert store.get(Run, "a\0b") is None
+    assert store.find_run("t", None, "m", "\0") is None
+    assert store.find_run("t", "\0", "m", "n") is None
+
+
 def test_of_many_at_once_one_stores_a_name(store: Store) -> None:
     results: list[tuple[str, bool]] = []
 

@@ -364,6 +364,7 @@ def test_a_kill_loses_only_what_was_in_memory_and_says_so(server: ServerProcess,
     assert untouched.train(1)
 
 
+@pytest.mark.full  # the same through the Tinker SDK is in the default run
 def test_a_server_that_is_stopped_keeps_everything(server: ServerProcess, model_name: str) -> None:
     alice = Tenant(server, model_name, adapter="stopped").set_up()
     alice.train(2)

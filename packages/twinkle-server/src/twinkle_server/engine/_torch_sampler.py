@@ -81,7 +81,7 @@ class TorchSampler:
             responses.append(response)
         return responses
 
-    @remote_function(dispatch="all", collect="first")
+    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
     def stream(self, item: Any, params: SamplingParams, adapter_name: str = "") -> Iterator[list[Progress] | SampleResponse]:
         """As `sample` for one prompt: after each step the tokens and log-probabilities so far of each completion, and last of all the response."""
         try:
