@@ -229,6 +229,19 @@ def test_a_session_that_beats_while_others_are_being_ended_lives(config: ServerC
     run_with(config, body)
 
 
+def test_requests_keep_a_session_alive_as_heartbeats_do(config: ServerConfig) -> None:
+    async def body(client: httpx.AsyncClient, service: Service, keys: Keys) -> None:
+        session = (await client.post("/create_session", json={})).json()["session_id"]
+        service.sessions._seen[session] -= config.retention.session_s + 1
+        # Refused for another reason: there is no such model's sampler to name weights to.
+        asked = {"session_id": session, "sampling_session_seq_id": 1, "base_model": "none"}
+        assert (await client.post("http://local/api/v1/create_sampling_session", json=asked)).status_code == 404
+        await service.sessions.round()
+        assert (await client.post("/session_heartbeat", json={"session_id": session})).status_code == 200
+
+    run_with(config, body)
+
+
 # Calls.
 
 

@@ -77,7 +77,10 @@ class Adapter:
 def test_a_backend_trains_saves_samples_parks_and_survives_a_restart(which: str, larger_model: Path, tmp_path: Path, start_server: Any) -> None:
     model, settings = SETTINGS[which]
     server = start_server(
-        tmp_path, [{"name": "tiny", "path": str(larger_model), "max_loras": 1, "max_length": 64, "max_rank": 16, **model}], **settings
+        tmp_path,
+        [{"name": "tiny", "path": str(larger_model), "max_loras": 1, "max_length": 64, "max_rank": 16, **model}],
+        retention={"session_s": 3600},  # nobody sends heartbeats here, and models may take long to load
+        **settings,
     )
     first = Adapter(server, "first")
     losses = first.train(8)

@@ -67,8 +67,9 @@ class Sessions:
         self._unwritten.add(session_id)
 
     async def check(self, principal: Principal, session_id: str) -> None:
-        """Raises NotFound for a session that is not the tenant's, Exhausted for one that is over."""
+        """Raises NotFound for a session that is not the tenant's, Exhausted for one that is over. Who makes requests is alive, as by a heartbeat."""
         if self._tenants.get(session_id) == principal.tenant:
+            self.beat(principal, session_id)
             return
         session = await self._io(self._store.get, Session, session_id)
         if session is None or session.tenant != principal.tenant:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
+import threading
 from typing import Any
 
 from twinkle_mesh import DeviceGroup, DeviceMesh
@@ -20,9 +22,17 @@ _REFUSED_OPTIONS = ("trust_remote_code", "remote_group", "device_mesh", "model_i
 def start_runtime(config: RuntimeConfig) -> Runtime:
     """Starts the runtime; see `twinkle_remote.initialize`."""
     groups = [DeviceGroup(**group.model_dump()) for group in config.groups]
-    return initialize(
-        config.mode, groups=groups, address=config.address, start_timeout_s=config.start_timeout_s, call_timeout_s=config.call_timeout_s
-    )
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return initialize(
+            config.mode, groups=groups, address=config.address, start_timeout_s=config.start_timeout_s, call_timeout_s=config.call_timeout_s
+        )
+    finally:
+        # Ray (2.60) takes SIGTERM for itself, and ends the process at once: the server's own handler parks everything first.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in signals.items():
+                if handler is not None:
+                    signal.signal(number, handler)
 
 
 def build_trainer(config: ModelConfig) -> Any:
