@@ -21,6 +21,7 @@ from twinkle_train import ConfigError
 
 from ._collectives import all_to_all
 from ._errors import LayoutError, UnsupportedModelError
+from ._order import copies_in_order, inverse_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Of the largest output, in float32: far above rounding, far below what another routing does.
@@ -57,14 +58,16 @@ class ExpertParallelConfig:
 class Dispatch:
     """Where the tokens of one layer go.
 
-    order: the T * K choices sorted by expert. send, receive: how many go to, and come from, each rank. expert_ids_M: which of this rank's
-    experts each token that comes is for.
+    order: the T * K choices sorted by expert; inverse: where each of them is among the sorted. send, receive: how many go to, and come from, each
+    rank. expert_ids_M: which of this rank's experts each token that comes is for. in_order: whether these are sorted.
     """
 
     order: torch.Tensor
+    inverse: torch.Tensor
     send: Sequence[int]
     receive: Sequence[int]
     expert_ids_M: torch.Tensor
+    in_order: bool
 
 
 class StackedExperts(nn.Module):
@@ -127,53 +130,67 @@ def preprocess(top_k_index_TK: torch.Tensor, num_experts: int, group: Any) -> Di
     None: only this one.
     """
     chosen = top_k_index_TK.flatten()
-    order = torch.argsort(chosen, stable=True)
-    ranks = 1 if group is None else group.size()
+    sorted_ids, order = torch.sort(chosen, stable=True)
+    if group is None:
+        return Dispatch(order=order, inverse=inverse_of(order), send=(), receive=(), expert_ids_M=sorted_ids, in_order=True)
+    ranks = group.size()
     sent_RE = torch.bincount(chosen, minlength=num_experts).view(ranks, -1)
-    came_RE = sent_RE
-    if group is not None:
-        came_RE = torch.empty_like(sent_RE)
-        dist.all_to_all_single(came_RE, sent_RE, group=group)
+    came_RE = torch.empty_like(sent_RE)
+    dist.all_to_all_single(came_RE, sent_RE, group=group)
     local = torch.arange(num_experts // ranks, device=chosen.device).repeat(ranks)
     return Dispatch(
         order=order,
+        inverse=inverse_of(order),
         send=sent_RE.sum(1).tolist(),
         receive=came_RE.sum(1).tolist(),
         expert_ids_M=local.repeat_interleave(came_RE.flatten()),
+        in_order=ranks == num_experts,  # one expert a rank
     )
 
 
 def pre_all2all(hidden_TH: torch.Tensor, dispatch: Dispatch, num_choices: int, group: Any) -> torch.Tensor:
     """Stage 2: sends each token to the ranks of its `num_choices` experts; gives what came, ``[M, H]``, rank by rank, each by expert."""
-    sorted_tokens = hidden_TH[dispatch.order // num_choices]
+    sorted_tokens = copies_in_order(hidden_TH, num_choices, dispatch.order, dispatch.inverse)
     return sorted_tokens if group is None else all_to_all(sorted_tokens, dispatch.receive, dispatch.send, group)
 
 
-def local_experts(experts: nn.Module, tokens_MH: torch.Tensor, expert_ids_M: torch.Tensor) -> torch.Tensor:
+def local_experts(experts: nn.Module, tokens_MH: torch.Tensor, expert_ids_M: torch.Tensor, *, in_order: bool = False) -> torch.Tensor:
     """Stage 3: each token through its expert of this rank, ``[M, H]``, unweighed.
 
-    Fused experts by transformers' grouped matrix multiply; those of a ModuleList one expert after another. A rank without tokens computes a row of
-    zeros for nobody, so that it takes part in what backward exchanges.
+    Fused experts by grouped matrix multiply; those of a ModuleList one expert after another. A rank without tokens computes a row of
+    zeros for nobody, so that it takes part in what backward exchanges. in_order: tokens are sorted by expert.
     """
     if len(tokens_MH) == 0:
         zero = tokens_MH.sum(0, keepdim=True)
         return local_experts(experts, zero, torch.zeros(1, dtype=torch.long, device=zero.device))[:0]
+    if not in_order:
+        sorted_ids, order = torch.sort(expert_ids_M, stable=True)
+        inverse = inverse_of(order)
+        out_MH = local_experts(experts, copies_in_order(tokens_MH, 1, order, inverse), sorted_ids, in_order=True)
+        return copies_in_order(out_MH, 1, inverse, order)
+    counts = torch.bincount(expert_ids_M, minlength=_num_experts(experts))
     if isinstance(experts, (nn.ModuleList, StackedExperts)):
-        order = torch.argsort(expert_ids_M, stable=True)
-        counts = torch.bincount(expert_ids_M, minlength=_num_experts(experts)).tolist()
         one_by_one = experts if isinstance(experts, nn.ModuleList) else experts.one_by_one()
-        parts = [expert(part) for expert, part in zip(one_by_one, tokens_MH[order].split(counts), strict=True)]
-        return torch.cat(parts)[torch.argsort(order)]
-    from transformers.integrations.moe import grouped_mm_experts_forward
+        return torch.cat([expert(part) for expert, part in zip(one_by_one, tokens_MH.split(counts.tolist()), strict=True)])
+    return _fused(experts, tokens_MH, expert_ids_M, counts.cumsum(0, dtype=torch.int32))
 
-    ones_M1 = torch.ones(len(tokens_MH), 1, dtype=tokens_MH.dtype, device=tokens_MH.device)
-    return grouped_mm_experts_forward(experts, tokens_MH, expert_ids_M[:, None], ones_M1)
+
+def _fused(experts: Any, tokens_MH: torch.Tensor, expert_ids_M: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Fused experts, of transformers' experts interface, on tokens sorted by expert. ends_E: where those of each expert end."""
+    from transformers.integrations.moe import _grouped_linear
+
+    def linear(name: str, inputs: torch.Tensor) -> torch.Tensor:
+        bias = getattr(experts, f"{name}_bias")[expert_ids_M] if experts.has_bias else None
+        return _grouped_linear(inputs, getattr(experts, name), ends_E, bias=bias, is_transposed=experts.is_transposed)
+
+    inner = experts._apply_gate(linear("gate_up_proj", tokens_MH)) if experts.has_gate else experts.act_fn(linear("up_proj", tokens_MH))
+    return linear("down_proj", inner)
 
 
 def post_all2all(out_MH: torch.Tensor, dispatch: Dispatch, weights_TK: torch.Tensor, dtype: torch.dtype, group: Any) -> torch.Tensor:
     """Stage 4: results back to the ranks of their tokens, and there the sum over a token's experts, weighed in `dtype`; gives ``[T, H]``."""
     back = out_MH if group is None else all_to_all(out_MH, dispatch.send, dispatch.receive, group)
-    choices_TKH = back[torch.argsort(dispatch.order)].view(*weights_TK.shape, -1)
+    choices_TKH = copies_in_order(back, 1, dispatch.inverse, dispatch.order).view(*weights_TK.shape, -1)
     return (choices_TKH.to(dtype) * weights_TK.to(dtype)[..., None]).sum(1).to(out_MH.dtype)
 
 
@@ -214,7 +231,7 @@ def patch_forward(block: nn.Module, config: ExpertParallelConfig, group: Any, nu
     def route(hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         dispatch = preprocess(top_k_index, num_experts, group)
         came_MH = pre_all2all(hidden_TH, dispatch, top_k_index.shape[-1], group)
-        out_MH = local_experts(experts, came_MH, dispatch.expert_ids_M)
+        out_MH = local_experts(experts, came_MH, dispatch.expert_ids_M, in_order=dispatch.in_order)
         return post_all2all(out_MH, dispatch, top_k_weights, dtype, group)
 
     experts.forward = route

@@ -3,30 +3,36 @@
 Shape suffixes: B rows, T tokens, N = B * T tokens, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-# Logits that are widened to float32 at once: 64 MiB.
-_ELEMENTS_AT_ONCE = 1 << 24
+# So many logits are widened to float32 at once: what is made in between stays in a CPU's cache, and is little beside the logits on a GPU.
+_ENTRIES_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 25}
+# A logit of -inf has probability 0 and adds 0 to the entropy, not 0 * -inf; exp of this is 0, too. NaN stays NaN.
+_LEAST = -1e4
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropies, log_totals = [], [], []
-        for begin, end in _pieces(logits_NV):
-            scaled = logits_NV[begin:end].float() / temperature_N[begin:end, None]
-            log_total = scaled.logsumexp(-1)
-            log_p = scaled - log_total[:, None]
-            logprobs.append(log_p.gather(-1, targets_N[begin:end, None])[:, 0])
-            # A token of probability 0 adds 0, not 0 * -inf.
-            entropies.append(-torch.where(log_p.isinf(), 0.0, log_p.exp() * log_p).sum(-1))
-            log_totals.append(log_total)
-        ctx.save_for_backward(logits_NV, targets_N, temperature_N, torch.cat(log_totals))
-        entropy_N = torch.cat(entropies)
+        # max, target, sum of exp, sum of exp * z: of each token, z being logits / temperature - max.
+        stats = torch.empty(4, len(logits_NV), device=logits_NV.device)
+        for rows, z, exp in _pieces(logits_NV):
+            torch.div(logits_NV[rows], temperature_N[rows, None], out=z)
+            torch.amax(z, -1, out=stats[0, rows])
+            z.sub_(stats[0, rows, None])
+            stats[1, rows] = z.gather(-1, targets_N[rows, None])[:, 0]
+            torch.exp(z.clamp_(min=_LEAST), out=exp)
+            torch.sum(exp, -1, out=stats[2, rows])
+            torch.sum(z.mul_(exp), -1, out=stats[3, rows])
+        max_N, target_N, total_N, weighted_N = stats.unbind()
+        log_total_N = total_N.log()
+        ctx.save_for_backward(logits_NV, targets_N, temperature_N, max_N + log_total_N)
+        entropy_N = log_total_N - weighted_N / total_N
         ctx.mark_non_differentiable(entropy_N)
-        return torch.cat(logprobs), entropy_N
+        return target_N - log_total_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -34,17 +40,22 @@ class _Logprobs(torch.autograd.Function):
         grad_NV = torch.empty_like(logits_NV)
         # d logp(target) / dz_v = [v is the target] - p_v, and z = logits / temperature.
         grad_N = grads[0] / temperature_N
-        for begin, end in _pieces(logits_NV):
-            scaled = logits_NV[begin:end].float() / temperature_N[begin:end, None]
-            piece = (scaled - log_total_N[begin:end, None]).exp_().mul_(-grad_N[begin:end, None])
-            piece.scatter_add_(-1, targets_N[begin:end, None], grad_N[begin:end, None])
-            grad_NV[begin:end] = piece
+        for rows, z, _ in _pieces(logits_NV):
+            torch.div(logits_NV[rows], temperature_N[rows, None], out=z)
+            z.sub_(log_total_N[rows, None]).exp_().mul_(-grad_N[rows, None])
+            z.scatter_add_(-1, targets_N[rows, None], grad_N[rows, None])
+            grad_NV[rows] = z
         return grad_NV, None, None
 
 
-def _pieces(logits_NV: torch.Tensor) -> list[tuple[int, int]]:
-    size = max(1, _ELEMENTS_AT_ONCE // logits_NV.shape[-1])
-    return [(begin, min(begin + size, len(logits_NV))) for begin in range(0, len(logits_NV), size)]
+def _pieces(logits_NV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Which rows, and two float32 tensors of their shape that are used again and again."""
+    num_rows, width = logits_NV.shape
+    size = max(1, min(num_rows, _ENTRIES_AT_ONCE[logits_NV.device.type] // width))
+    first, second = torch.empty(2, size, width, device=logits_NV.device)
+    for begin in range(0, num_rows, size):
+        end = min(begin + size, num_rows)
+        yield slice(begin, end), first[: end - begin], second[: end - begin]
 
 
 def token_logprobs(logits_BTV: torch.Tensor, targets_BT: torch.Tensor, temperature_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

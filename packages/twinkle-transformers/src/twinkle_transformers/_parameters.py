@@ -78,10 +78,10 @@ class Parameters:
         """
         total = 0.0
         for kind in _KINDS:
-            gradients = [weight.parameter.grad for weight in self._of(kind) if weight.parameter.grad is not None]
+            gradients = [local_part(weight.parameter.grad) for weight in self._of(kind) if weight.parameter.grad is not None]
             square = torch.zeros((), dtype=torch.float64, device=self._groups.device)
-            for gradient in gradients:
-                square += local_part(gradient).double().square().sum()
+            if gradients:
+                square = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()
             group = self._other_shards(kind)
             if group is not None:
                 dist.all_reduce(square, group=group)
