@@ -12,11 +12,13 @@ import pytest
 
 pytestmark = pytest.mark.timeout(400)
 
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj"]}
+EXPERTS: dict[str, Any] = LORA | {"target_modules": ["q_proj", "gate_proj", "down_proj"]}
 # What makes the checkpoint, and the mesh of each trainer.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("tiny_llama", {"fsdp_size": 2}, {"tp_size": 2}),
     "qwen3": ("tiny_qwen3", {"ulysses_size": 2}, {"pp_size": 2}),
+    "qwen3_moe": ("tiny_qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, {"world_size": 2, "ep_size": 2}),
 }
 
 
@@ -29,7 +31,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pool.stop()
 
 
-def measured_on_rank(path: Path, kind: str, sizes: dict[str, Any], padding_free: bool, rate: float) -> dict[str, Any]:
+def measured_on_rank(path: Path, kind: str, sizes: dict[str, Any], padding_free: bool, rate: float, lora: dict[str, Any]) -> dict[str, Any]:
     """Log-probabilities, loss, gradients, their norm, and weights after two steps of SGD; and an adapter's, from its first values on."""
     from twinkle_data import InputProcessor
     from twinkle_mesh import DeviceMesh
@@ -46,7 +48,7 @@ def measured_on_rank(path: Path, kind: str, sizes: dict[str, Any], padding_free:
         rows = random_features(vocab_size=50, temperature=0.8)
         share = rows[mesh.get_slice(len(rows), int(os.environ["RANK"]))]
         result: dict[str, Any] = {"representatives": mesh.representatives()}
-        trainer.add_adapter_to_model("a", LORA)
+        trainer.add_adapter_to_model("a", lora)
         for name in ("", "a"):
             at: dict[str, Any] = {"adapter_name": name}
             result[f"first {name}"] = trainer.export_weights(**at)
@@ -81,14 +83,14 @@ def _differences(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> di
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "qwen3_moe"))])
 def test_both_trainers_agree_on_the_model_and_on_an_adapter(family: str, two_ranks: Any, tmp_path: Path) -> None:
     from twinkle_train import testing
 
     maker, sizes, megatron_sizes = FAMILIES[family]
-    path = getattr(testing, maker)(tmp_path / family)
-    mine = two_ranks.run(measured_on_rank, path, "transformers", sizes, True, 0.2, timeout_s=120)
-    theirs = two_ranks.run(measured_on_rank, path, "megatron", megatron_sizes, False, 0.2, timeout_s=120)
+    path, lora = getattr(testing, maker)(tmp_path / family), EXPERTS if family == "qwen3_moe" else LORA
+    mine = two_ranks.run(measured_on_rank, path, "transformers", sizes, True, 0.2, lora, timeout_s=120)
+    theirs = two_ranks.run(measured_on_rank, path, "megatron", megatron_sizes, False, 0.2, lora, timeout_s=120)
     found = _differences(mine, theirs)
     print(family, found)
     assert found["first "] == found["first a"] == 0, "they begin alike, adapters too"
@@ -96,7 +98,7 @@ def test_both_trainers_agree_on_the_model_and_on_an_adapter(family: str, two_ran
         # fp32: a few roundings, of numbers as in test_transformers_parity and test_megatron_parity.
         assert value <= (1e-5 if key.startswith(("logprobs", "norm")) else 2e-6), (key, found)
     # The negative control: a tenth more of the learning rate is noticed in the second step.
-    other = two_ranks.run(measured_on_rank, path, "transformers", sizes, True, 0.22, timeout_s=120)
+    other = two_ranks.run(measured_on_rank, path, "transformers", sizes, True, 0.22, lora, timeout_s=120)
     off = _differences(other, theirs)
     assert off["last "] > 2e-5
     assert off["last a"] > 2e-5

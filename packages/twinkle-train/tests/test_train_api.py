@@ -12,7 +12,7 @@ from twinkle_train import TrainerBase, TrainError, TrainModel, testing
 from twinkle_train._remote import _BATCH_METHODS, _COLLECTIVE_METHODS
 
 
-@pytest.mark.parametrize("module", [twinkle_train, testing, testing.adapters, testing.conformance, testing.plain_peft])
+@pytest.mark.parametrize("module", [twinkle_train, testing, testing.adapters, testing.conformance, testing.plain_peft, testing.precision])
 def test_exports_are_sorted_and_documented(module):
     assert list(module.__all__) == sorted(module.__all__)
     for name in module.__all__:

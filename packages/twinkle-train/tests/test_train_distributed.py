@@ -12,6 +12,7 @@ import torch.distributed as dist
 from twinkle_mesh import DeviceMesh
 from twinkle_train import (
     CrossEntropyLoss,
+    InputError,
     LossOutput,
     MaxMetric,
     Metric,
@@ -131,6 +132,26 @@ def _failing_loss(path):
 
 def test_a_loss_that_fails_on_one_rank_stops_all_and_none_hangs(checkpoint):
     first, second = run_ranks(_failing_loss, 2, checkpoint)
+    assert first == second
+
+
+def _unusable_rows(path):
+    trainer = DataParallel(path, equal_micro_batches=True)
+    rank = dist.get_rank()
+    trainer.set_loss("cross_entropy")
+    rows = random_features([5, 6])
+    unusables: list[list[Any]] = [[], ["no row"]]
+    for attempt in (trainer.forward, trainer.forward_only, trainer.forward_backward):
+        for unusable in unusables:
+            start = time.monotonic()
+            with pytest.raises(InputError if rank == 1 else PeerError):
+                attempt(unusable if rank == 1 else rows)
+            assert time.monotonic() - start < 20, "the other rank waited in a collective"
+    return trainer.forward_backward(rows[rank : rank + 1]).loss
+
+
+def test_rows_that_one_rank_cannot_use_stop_all_and_none_hangs(checkpoint):
+    first, second = run_ranks(_unusable_rows, 2, checkpoint)
     assert first == second
 
 

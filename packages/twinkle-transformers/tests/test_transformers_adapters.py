@@ -120,13 +120,20 @@ def saved_on_rank(path: Path, sizes: dict[str, Any], rows: list[Any], folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("qwen3", {"fsdp_size": 2}), pytest.param("qwen3_moe", {"dp_size": 2, "ep_size": 2}, marks=pytest.mark.full)], ids=str
+    ("family", "sizes", "more"),
+    [
+        ("qwen3", {"fsdp_size": 2}, []),
+        pytest.param("qwen3_moe", {"dp_size": 2, "ep_size": 2}, ["down_proj", "gate_proj", "up_proj"], marks=pytest.mark.full),
+    ],
+    ids=str,
 )
-def test_peft_reads_what_is_saved(family: str, sizes: Any, two_ranks: Any, checkpoint: Any, features: Any, tmp_path: Path) -> None:
+def test_peft_reads_what_is_saved(family: str, sizes: Any, more: list[str], two_ranks: Any, checkpoint: Any, features: Any, tmp_path: Path) -> None:
     path = checkpoint(family)
-    results = two_ranks.run(saved_on_rank, path, sizes, features, tmp_path, _LORA)
-    check_peft_reads(path, tmp_path, features, results[0]["logprobs"], _LORA["target_modules"])
-    check_merged(path, tmp_path / "adapter", results[0]["merged"])
+    targets = [*_LORA["target_modules"], *more]
+    results = two_ranks.run(saved_on_rank, path, sizes, features, tmp_path, _LORA | {"target_modules": targets})
+    check_peft_reads(path, tmp_path, features, results[0]["logprobs"], targets)
+    if not more:  # peft has experts fused, checkpoints have them one by one: the merged model was compared above
+        check_merged(path, tmp_path / "adapter", results[0]["merged"])
     for name, matrix in results[0]["start"].items():
         bound = matrix.shape[1] ** -0.5
         assert not matrix.any() if "lora_B" in name else 0.5 * bound < np.abs(matrix).max() <= bound, name
@@ -210,11 +217,16 @@ def test_what_an_adapter_cannot_be_is_refused(checkpoint: Any, tmp_path: Path) -
     check_refused_files(model, tmp_path / "small", "layers.1.self_attn.q_proj", "k_proj", CheckpointError)
     model.close()
     experts = TransformersModel(checkpoint("qwen3_moe"))
-    with pytest.raises(ConfigError, match=r"'all-linear' means experts, too, and those of Qwen3MoeExperts are not linear layers here"):
-        experts.add_adapter_to_model("a", {"r": 2})
-    with pytest.raises(ConfigError, match="'up_proj' is no linear layer"):
-        experts.add_adapter_to_model("a", {"r": 2, "target_modules": ["q_proj", "up_proj"]})
+    with pytest.raises(ConfigError, match=r"some experts of a layer, but not model.layers.0.mlp.experts.0.up_proj: adapters are on all"):
+        experts.add_adapter_to_model("a", {"r": 2, "target_modules": ["q_proj", "experts.1.up_proj"]})
     experts.close()
+    fused = TransformersModel(checkpoint("gpt_oss"))
+    for modules in ("all-linear", ["q_proj", "down_proj"]):
+        with pytest.raises(
+            ConfigError, match=r"cannot be on model.layers.0.mlp.experts.\w+: experts of GptOssExperts are not in checkpoints as linear"
+        ):
+            fused.add_adapter_to_model("a", {"r": 2, "target_modules": modules})
+    fused.close()
     conv = TransformersModel(checkpoint("gpt2"))
     with pytest.raises(ConfigError, match="GPT2LMHeadModel has no linear layers"):
         conv.add_adapter_to_model("a", {"r": 2})

@@ -23,9 +23,18 @@ LAYOUTS: dict[str, tuple[int, str, Any, dict[str, Any], dict[str, Any], str, boo
     "fsdp2, the last layer only": (2, "qwen2", ["layers.1.mlp.down_proj"], {"fsdp_size": 2}, {}, APART, False),
     "ulysses2": (2, "qwen3", "all-linear", {"ulysses_size": 2}, {}, APART, True),
     "ring2": (2, "qwen3", "all-linear", {"cp_size": 2}, {}, APART, False),
-    "ep2": (2, "qwen3_moe", ATTENTION, {"dp_size": 2, "ep_size": 2}, {}, APART, True),
+    "one, experts": (1, "qwen3_moe", "all-linear", {}, {}, OFF, False),
+    "ep2": (2, "qwen3_moe", "all-linear", {"dp_size": 2, "ep_size": 2}, {}, APART, True),
     "ep2 deepseek_v3": (2, "deepseek_v3", LATENT, {"dp_size": 2, "ep_size": 2}, {}, APART, False),
-    "ep2 fsdp2": (2, "qwen3_moe", ATTENTION, {"fsdp_size": 2, "ep_size": 2}, {}, APART, False),
+    "ep2 fsdp2, recomputed": (
+        2,
+        "qwen3_moe",
+        ["q_proj", "up_proj", "down_proj"],
+        {"fsdp_size": 2, "ep_size": 2},
+        {"activation_checkpointing": True},
+        APART,
+        False,
+    ),
     "ep2 ulysses2": (2, "qwen3_moe", ATTENTION, {"ulysses_size": 2, "ep_size": 2}, {}, APART, False),
     "dp2 fsdp2": (4, "qwen3", "all-linear", {"dp_size": 2, "fsdp_size": 2}, {}, APART, False),
     "fsdp2 ulysses2, recomputed": (
@@ -37,7 +46,7 @@ LAYOUTS: dict[str, tuple[int, str, Any, dict[str, Any], dict[str, Any], str, boo
         APART,
         False,
     ),
-    "ep2 ep_fsdp2": (4, "qwen3_moe", ATTENTION, {"world_size": 4, "ep_size": 2, "ep_fsdp_size": 2}, {}, APART, False),
+    "ep2 ep_fsdp2": (4, "qwen3_moe", "all-linear", {"world_size": 4, "ep_size": 2, "ep_fsdp_size": 2}, {}, APART, False),
 }
 
 

@@ -1,6 +1,7 @@
 """TransformersModel on Ray workers, and its weights on their way to a sampler."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,14 @@ def test_two_ray_workers_equal_the_reference_and_send_their_weights(tmp_path: Pa
     assert sent.keys() == received.keys()
     assert all(np.array_equal(sent[name], received[name]) for name in sent)
     assert model.get_train_configs()["mesh"]["fsdp_size"] == 2
+    # Vectors come back in the order of the rows; pairs are of rows of both workers.
+    rows = [replace(row, user_data={"group": index % 3}) for index, row in enumerate(features)]
+    vectors = np.stack(model.embed(rows, 2))
+    assert vectors.shape == (len(rows), 128)
+    scores = vectors @ vectors.T / 0.1
+    np.fill_diagonal(scores, -np.inf)
+    log_total = np.log(np.exp(scores).sum(1))
+    expected = [np.mean([log_total[i] - scores[i, j] for j in range(len(rows)) if j != i and j % 3 == i % 3]) for i in range(len(rows))]
+    loss = model.contrastive_forward_backward(rows, 2, temperature=0.1).loss
+    assert loss is not None
+    assert abs(loss - np.mean(expected)) < 1e-5

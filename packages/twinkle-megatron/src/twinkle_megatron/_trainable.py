@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from twinkle_train import CallOrderError, ConfigError, OptimizerConfig
+from twinkle_train import CallOrderError, ConfigError, LossScale, OptimizerConfig
 
 from ._gradients import Gradients
-from ._loss_scale import LossScale
 from ._optimizer import Optimizer
 
 

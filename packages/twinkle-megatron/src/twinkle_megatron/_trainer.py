@@ -23,6 +23,7 @@ from twinkle_train import (
     Inputs,
     LoraConfig,
     LossOutput,
+    LossScale,
     OnNonFinite,
     OptimizerConfig,
     Row,
@@ -89,8 +90,7 @@ class MegatronTrainer(TrainerBase):
     ) -> None:
         if mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision is 'no', 'bf16' or 'fp16', not {mixed_precision!r}")
-        if not 0 < initial_loss_scale < float("inf"):
-            raise ConfigError(f"initial_loss_scale must be a positive number, got {initial_loss_scale}")
+        LossScale(initial_loss_scale)  # checks it
         if recompute not in (None, "full", "selective"):
             raise ConfigError(f"recompute is None, 'full' or 'selective', not {recompute!r}")
         mesh = _on_this_machine(device_mesh or DeviceMesh.from_sizes(dp_size=launcher_world_size()))

@@ -30,6 +30,7 @@ from ._errors import (
 from ._hf_checkpoint import staged_folder, write_hf_checkpoint, write_on_rank_zero
 from ._lora import LoraConfig
 from ._loss import Loss, LossInput, LossOutput
+from ._loss_scale import LossScale
 from ._losses import CrossEntropyLoss, GRPOLoss, resolve_loss
 from ._metrics import AnyMetric, MaxMetric, Metric, combine_metrics
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_micro_batches, unshift_rows
@@ -70,6 +71,7 @@ __all__ = [
     "Loss",
     "LossInput",
     "LossOutput",
+    "LossScale",
     "MaxMetric",
     "Metric",
     "NonFiniteError",

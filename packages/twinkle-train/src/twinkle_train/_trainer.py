@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from twinkle_data import Batch, InputFeature, InputProcessor, ModelOutput, Packe
 
 from ._checkpoints import AdapterProgress, CheckpointInfo, read_checkpoint
 from ._contract import Inputs, Row, TrainModel
-from ._errors import CallOrderError, CheckpointError, ConfigError, InputError
+from ._errors import CallOrderError, CheckpointError, ConfigError, InputError, PeerError
 from ._lora import HasToDict, LoraConfig
 from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
@@ -58,6 +58,8 @@ class Wanted:
     top_k: int = 0
     logits: bool = False
 
+
+T = TypeVar("T")
 
 OnNonFinite = Literal["error", "skip"]
 """What a loss or gradient that is NaN or infinite is."""
@@ -202,8 +204,7 @@ class TrainerBase(TrainModel):
         state = self._state(adapter_name)
         state.pending = None
         self._use_inputs_of(state)
-        (features,) = split_micro_batches(self._features(inputs))
-        batch = self._processor(features)
+        features, batch = self._agreed(lambda: self._one_batch(inputs))
         if self._has_graph:
             outputs = self._forward(adapter_name, batch)
         else:
@@ -265,8 +266,7 @@ class TrainerBase(TrainModel):
         self._use_inputs_of(self._state(adapter_name))
         wanted = Wanted(top_k=top_k, logits=logits)
         self._check_wanted(wanted)
-        features = self._features(inputs)
-        batches, order = self._micro_batches(features, micro_batch_size, micro_batch_tokens)
+        features, batches, order = self._prepared(inputs, micro_batch_size, micro_batch_tokens)
         self._wanted = wanted
         try:
             ran = self._run(adapter_name, batches, None)
@@ -281,8 +281,7 @@ class TrainerBase(TrainModel):
         loss = state.require_loss("forward_backward")
         state.check_can_accumulate("forward_backward")
         self._use_inputs_of(state)
-        features = self._features(inputs)
-        batches, order = self._micro_batches(features, micro_batch_size, micro_batch_tokens)
+        features, batches, order = self._prepared(inputs, micro_batch_size, micro_batch_tokens)
         losses: list[LossOutput] = []
 
         def compute_loss(index: int, outputs: TokenOutputs) -> LossOutput:
@@ -299,19 +298,7 @@ class TrainerBase(TrainModel):
         except BaseException:  # Ctrl-C: some micro-batches have left their gradients
             state.mark_broken()
             raise
-        try:
-            totals = reduce_totals(Totals.of(losses), self._groups, error=error)
-            skipped = self._skips_losses and not is_finite(totals)
-            if not skipped:
-                check_finite(totals)
-        except BaseException:
-            state.mark_broken()
-            raise
-        if skipped:
-            state.add_non_finite()
-        else:
-            state.add_gradients(totals)
-            state.record(totals)
+        totals = self._count_gradients(state, losses, error)
         return _model_output(batches, ran, order, len(features), totals)
 
     def clip_grad_norm(self, max_grad_norm: float = 1.0, *, adapter_name: str = "") -> float:
@@ -510,6 +497,23 @@ class TrainerBase(TrainModel):
     def _state(self, adapter_name: str) -> TrainState[PendingForward]:
         return state_of(self._states, adapter_name)
 
+    def _count_gradients(self, state: TrainState[PendingForward], losses: Sequence[LossOutput], error: Exception | None) -> Totals:
+        """After backward of a call's losses: their totals over all ranks, which the gradients are of. error: what this rank's own work raised."""
+        try:
+            totals = reduce_totals(Totals.of(losses), self._groups, error=error)
+            skipped = self._skips_losses and not is_finite(totals)
+            if not skipped:
+                check_finite(totals)
+        except BaseException:
+            state.mark_broken()
+            raise
+        if skipped:
+            state.add_non_finite()
+        else:
+            state.add_gradients(totals)
+            state.record(totals)
+        return totals
+
     def _use_inputs_of(self, state: TrainState[PendingForward]) -> None:
         """From now on rows are encoded and collated as the adapter's are: by its own template and processor, or the base model's."""
         base = self._states[""]
@@ -538,6 +542,44 @@ class TrainerBase(TrainModel):
                             f"{self._vocab_size}: encode with the tokenizer of this model."
                         )
         return features
+
+    def _prepared(
+        self, inputs: Inputs, micro_batch_size: int | None, micro_batch_tokens: int | None = None
+    ) -> tuple[list[Row], list[Batch], Sequence[int]]:
+        """This rank's rows, its micro-batches, and which row each of theirs is; PeerError where the rows of another rank could not be used."""
+        features = self._agreed(lambda: self._checked_features(inputs, micro_batch_size, micro_batch_tokens))
+        batches, order = self._agreed(lambda: self._micro_batches(features, micro_batch_size, micro_batch_tokens))
+        return features, batches, order
+
+    def _checked_features(self, inputs: Inputs, micro_batch_size: int | None, micro_batch_tokens: int | None) -> list[Row]:
+        """Raises what `_micro_batches` would raise before a collective."""
+        features = self._features(inputs)
+        num_micro_batches(len(features), micro_batch_size)
+        if micro_batch_tokens is not None:
+            split_by_tokens(features, micro_batch_tokens, padded=not self._processor.padding_free)
+        return features
+
+    def _one_batch(self, inputs: Inputs) -> tuple[list[Row], Batch]:
+        (features,) = split_micro_batches(self._features(inputs))
+        return features, self._processor(features)
+
+    def _agreed(self, make: Callable[[], T]) -> T:
+        """What this rank makes of its rows before the model runs. Where that fails on one rank, the other data ranks raise PeerError, instead of
+        waiting for it in the model or the loss."""
+        made: T | None = None
+        error: Exception | None = None
+        try:
+            made = make()
+        except Exception as raised:  # raised below, once the other ranks know
+            error = raised
+        (failed,) = reduce_max([float(error is not None)], self._groups)
+        if error is not None:
+            raise error
+        if failed:
+            raise PeerError(
+                f"rank {torch.distributed.get_rank()} stopped: the rows of another rank of this trainer cannot be used (its own error says why)"
+            )
+        return cast(T, made)
 
     def _micro_batches(self, features: list[Row], micro_batch_size: int | None, micro_batch_tokens: int | None) -> tuple[list[Batch], Sequence[int]]:
         """The rows in batches, and which row each of theirs is. Collective over the data ranks where they run equally many."""

@@ -1,14 +1,16 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, by peft; any number, of which one or none takes part in a forward."""
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, by peft, and on experts; any number, of which one or none takes part in a
+forward."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from twinkle_train import ConfigError, LoraConfig, check_adapter_matrices, draw_lora_a, peft_name
+from twinkle_train import ConfigError, LoraConfig, check_adapter_matrices, draw_lora_a, merge_adapter, peft_name
 
 from ._errors import CheckpointError
+from ._expert_adapters import ExpertLora, fused_linear_layers, merged, put_into_effect
 from ._groups import Groups
 from ._parameters import Parameters, Weight
 
@@ -21,41 +23,60 @@ class Adapter(Parameters):
         lora: its configuration.
         slot: what peft calls it; any text is a name here, but not there.
         layers: the layers of peft that it is on, by the module's name in the Hugging Face model.
+        experts: what it has on fused experts.
         groups: of the mesh.
     """
 
-    def __init__(self, name: str, lora: LoraConfig, slot: str, layers: Mapping[str, Any], groups: Groups) -> None:
+    def __init__(self, name: str, lora: LoraConfig, slot: str, layers: Mapping[str, Any], experts: Sequence[ExpertLora], groups: Groups) -> None:
         self.name, self.lora, self.slot = name, lora, slot
-        self.layers = dict(layers)
+        self.layers, self.experts = dict(layers), list(experts)
         self._matrices: dict[str, nn.Parameter] = {}
         for module, layer in self.layers.items():
             self._matrices[peft_name(module, "A")] = layer.lora_A[slot].weight
             self._matrices[peft_name(module, "B")] = layer.lora_B[slot].weight
-        super().__init__([Weight.of(f"adapters.{name}.{key}", matrix, "whole") for key, matrix in self._matrices.items()], groups)
+        # Matrices of all experts of a layer, one after another in one parameter.
+        self._stacks: dict[str, tuple[list[str], nn.Parameter]] = {}
+        for of_experts in self.experts:
+            for names, matrix in of_experts.matrices():
+                self._stacks[names[0].replace(".experts.0.", ".experts.")] = names, matrix
+        trained = self._matrices | {key: matrix for key, (_, matrix) in self._stacks.items()}
+        super().__init__([Weight.of(f"adapters.{name}.{key}", matrix, "whole") for key, matrix in trained.items()], groups)
 
     @property
     def target_names(self) -> list[str]:
         """The last parts of the names of the modules that it is on."""
-        return sorted({module.rpartition(".")[2] for module in self.layers})
+        return sorted({module.rpartition(".")[2] for module in (*self.layers, *(each.layer.names[0] for each in self.experts))})
 
     def draw(self, seed: int) -> None:
         """The first values: A as peft draws it, the same on all ranks and in all layouts, B zero."""
         with torch.no_grad():
-            for key, matrix in self._matrices.items():
+            for key, matrix in self.export():
                 if ".lora_B." in key:
                     matrix.zero_()
                 else:
                     matrix.copy_(draw_lora_a(key, *matrix.shape, adapter_name=self.name, seed=seed))
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every matrix under peft's name."""
+        """Every matrix under peft's name, sharing memory."""
         for key, matrix in self._matrices.items():
             yield key, matrix.detach()
+        for names, matrix in self._stacks.values():
+            yield from zip(names, matrix.detach(), strict=True)
 
     def export_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Their gradients, zeros where there is none."""
         for key, matrix in self._matrices.items():
-            yield key, torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
+            yield key, _gradient(matrix)
+        for names, matrix in self._stacks.values():
+            yield from zip(names, _gradient(matrix), strict=True)
+
+    def merge(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole weights under their names in the model, with the adapter's products added."""
+        fused: dict[str, list[ExpertLora]] = {}
+        for each in self.experts:
+            fused.setdefault(each.layer.parameter, []).append(each)
+        with_experts = ((name, merged(tensor, fused[name]) if name in fused else tensor) for name, tensor in tensors)
+        return merge_adapter(with_experts, {key: matrix.detach() for key, matrix in self._matrices.items()}, self.lora)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
         """Takes whole matrices under peft's names.
@@ -63,10 +84,11 @@ class Adapter(Parameters):
         Raises:
             CheckpointError: matrices that are missing, left over, or of another shape; before anything is changed.
         """
-        shapes = {key: tuple(matrix.shape) for key, matrix in self._matrices.items()}
+        mine = dict(self.export())
+        shapes = {key: tuple(matrix.shape) for key, matrix in mine.items()}
         check_adapter_matrices(tensors, shapes, adapter_name=self.name, source=source, error_type=CheckpointError)
         with torch.no_grad():
-            for key, matrix in self._matrices.items():
+            for key, matrix in mine.items():
                 matrix.copy_(tensors[key])
 
 
@@ -84,6 +106,7 @@ class Adapters:
         self._groups = groups
         self._seed = seed
         self._linear = linear_layers(model)
+        self._fused, self._without = fused_linear_layers(model, groups)
         self._adapters: dict[str, Adapter] = {}
         self._layers: dict[str, Any] = {}
         self._active = ""
@@ -98,21 +121,36 @@ class Adapters:
         Raises:
             ConfigError: target modules that the model does not have, or cannot have adapters on.
         """
-        modules = lora.targeted(self._linear)
-        if isinstance(lora.target_modules, str) and (fused := _fused_experts(self._model)):
-            raise ConfigError(
-                f"target_modules='all-linear' means experts, too, and those of {fused} are not linear layers here: name target_modules, such as "
-                f"{sorted({module.rpartition('.')[2] for module in modules})}, or train adapters on experts with MegatronModel"
-            )
-        if not modules:
+        self._refuse_experts(lora)
+        chosen = set(lora.targeted([*self._linear, *(name for layer in self._fused for name in layer.names)]))
+        modules = [module for module in self._linear if module in chosen]
+        fused = [layer for layer in self._fused if chosen.intersection(layer.names)]
+        for layer in fused:
+            if left := [name for name in layer.names if name not in chosen]:
+                raise ConfigError(
+                    f"target_modules are some experts of a layer, but not {left[0]}: adapters are on all experts of a layer, or on none"
+                )
+        if not chosen:
             raise ConfigError(f"{type(self._model).__name__} has no linear layers (torch.nn.Linear) that an adapter could be on")
         slot = f"adapter{self._num_made}"
         self._num_made += 1
         self._put(lora, modules, slot)
-        adapter = Adapter(name, lora, slot, {module: self._layers[module] for module in modules}, self._groups)
+        experts = [ExpertLora(layer, lora, self._groups) for layer in fused]
+        adapter = Adapter(name, lora, slot, {module: self._layers[module] for module in modules}, experts, self._groups)
         adapter.draw(self._seed)
         self._adapters[name] = adapter
         self._activate(self._active)
+
+    def _refuse_experts(self, lora: LoraConfig) -> None:
+        """ConfigError when target modules are experts that cannot have adapters."""
+        for name, kind in self._without.items():
+            targets = [name.rpartition(".")[2]] if isinstance(lora.target_modules, str) else lora.target_modules
+            if any(name == target or name.endswith(f".{target}") for target in targets):
+                linear = sorted({module.rpartition(".")[2] for module in self._linear})
+                raise ConfigError(
+                    f"adapters cannot be on {name}: experts of {kind} are not in checkpoints as linear layers, one by one. Name target_modules that "
+                    f"the experts do not have; the model's other linear layers are {', '.join(linear)}"
+                )
 
     def _put(self, lora: LoraConfig, modules: list[str], slot: str) -> None:
         # Not peft's inject_adapter_in_model: it (0.21) freezes the model, and turns names of dense layers into experts' where a model has both.
@@ -148,6 +186,7 @@ class Adapters:
             if name:
                 layer.set_adapter(self._adapters[name].slot)
             layer.enable_adapters(bool(name))
+        put_into_effect(self._adapters[name].experts if name else (), {id(layer.experts): layer.experts for layer in self._fused}.values())
         self._active = name
 
 
@@ -168,10 +207,5 @@ def linear_layers(model: Any) -> list[str]:
     ]
 
 
-def _fused_experts(model: Any) -> str | None:
-    """The class of experts that are no linear layers, if there are any."""
-    for module in model.modules():
-        experts = getattr(module, "experts", None)
-        if isinstance(experts, nn.Module) and not isinstance(experts, nn.ModuleList):
-            return type(experts).__name__
-    return None
+def _gradient(matrix: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(matrix) if matrix.grad is None else matrix.grad

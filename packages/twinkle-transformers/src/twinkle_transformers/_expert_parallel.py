@@ -179,9 +179,12 @@ def _fused(experts: Any, tokens_MH: torch.Tensor, expert_ids_M: torch.Tensor, en
     """Fused experts, of transformers' experts interface, on tokens sorted by expert. ends_E: where those of each expert end."""
     from transformers.integrations.moe import _grouped_linear
 
+    added = getattr(experts, "_twinkle_added", {})  # by adapters
+
     def linear(name: str, inputs: torch.Tensor) -> torch.Tensor:
         bias = getattr(experts, f"{name}_bias")[expert_ids_M] if experts.has_bias else None
-        return _grouped_linear(inputs, getattr(experts, name), ends_E, bias=bias, is_transposed=experts.is_transposed)
+        out = _grouped_linear(inputs, getattr(experts, name), ends_E, bias=bias, is_transposed=experts.is_transposed)
+        return out if name not in added else out + added[name](inputs, ends_E).to(out.dtype)
 
     inner = experts._apply_gate(linear("gate_up_proj", tokens_MH)) if experts.has_gate else experts.act_fn(linear("up_proj", tokens_MH))
     return linear("down_proj", inner)
@@ -229,14 +232,39 @@ def patch_forward(block: nn.Module, config: ExpertParallelConfig, group: Any, nu
                 shared.forward = torch.zeros_like
 
     def route(hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        dispatch = preprocess(top_k_index, num_experts, group)
-        came_MH = pre_all2all(hidden_TH, dispatch, top_k_index.shape[-1], group)
-        out_MH = local_experts(experts, came_MH, dispatch.expert_ids_M, in_order=dispatch.in_order)
-        return post_all2all(out_MH, dispatch, top_k_weights, dtype, group)
+        return _through_stages(experts, hidden_TH, top_k_index, top_k_weights, num_experts, dtype, group)
 
     experts.forward = route
     if isinstance(experts, (nn.ModuleList, StackedExperts)):
         block.forward = _module_list_forward(block, returns_logits=bool(getattr(block, "_twinkle_returns_logits", False)))
+
+
+def add_to_linear(experts: Any, added: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]) -> None:
+    """From now on adds something to what the fused weights of experts give.
+
+    added: by the name of the weight, what is called with the tokens, sorted by expert, and where those of each expert end.
+    """
+    experts._twinkle_added = dict(added)
+    if not added or "forward" in experts.__dict__:
+        return
+    own_forward = experts.forward
+
+    def forward(hidden_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        if not experts._twinkle_added:
+            return own_forward(hidden_TH, top_k_index, top_k_weights)
+        dtype = torch.promote_types(hidden_TH.dtype, top_k_weights.dtype)
+        return _through_stages(experts, hidden_TH, top_k_index, top_k_weights, experts.num_experts, dtype, None)
+
+    experts.forward = forward
+
+
+def _through_stages(
+    experts: nn.Module, hidden_TH: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int, dtype: torch.dtype, group: Any
+) -> torch.Tensor:
+    dispatch = preprocess(index_TK, num_experts, group)
+    came_MH = pre_all2all(hidden_TH, dispatch, index_TK.shape[-1], group)
+    out_MH = local_experts(experts, came_MH, dispatch.expert_ids_M, in_order=dispatch.in_order)
+    return post_all2all(out_MH, dispatch, weights_TK, dtype, group)
 
 
 def apply_expert_parallel(model: nn.Module, group: Any, config: ExpertParallelConfig | None = None) -> list[nn.Module]:

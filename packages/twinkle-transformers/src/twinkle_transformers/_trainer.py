@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,8 @@ from twinkle_train import (
     InputError,
     LoraConfig,
     LossOutput,
+    LossScale,
+    OnNonFinite,
     OptimizerConfig,
     Piece,
     ReduceGroups,
@@ -31,7 +33,6 @@ from twinkle_train import (
     TrainerBase,
     check_same_trainer,
     init_process_group,
-    merge_adapter,
     read_adapter,
     read_checkpoint,
     read_checkpoint_pieces,
@@ -59,11 +60,11 @@ from ._weights import Weights
 
 logger = logging.getLogger(__name__)
 
-MixedPrecision = Literal["no", "bf16"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
 
 # What a checkpoint has beside its weights: configuration, tokenizer, generation defaults, and code of its own.
 _CARRIED_OVER = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-_DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16}
+_DTYPES: dict[str, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TransformersTrainer(TrainerBase):
@@ -82,11 +83,14 @@ class TransformersTrainer(TrainerBase):
         expert_parallel: ExpertParallelConfig | None = None,
         router_aux_loss_coef: float | None = None,
         router_z_loss_coef: float = 0.0,
+        initial_loss_scale: float = 4096.0,
+        on_non_finite: OnNonFinite = "error",
         trust_remote_code: bool = False,
         timeout_s: float = 600,
     ) -> None:
         if mixed_precision not in _DTYPES:
-            raise ConfigError(f"mixed_precision is 'no' or 'bf16', not {mixed_precision!r}")
+            raise ConfigError(f"mixed_precision is 'no', 'bf16' or 'fp16', not {mixed_precision!r}")
+        self._loss_scales = {"": LossScale(initial_loss_scale)}
         mesh = _on_this_machine(device_mesh or DeviceMesh.from_sizes(dp_size=launcher_world_size()))
         check_mesh(mesh)
         self._path = find_checkpoint(model_id)
@@ -101,6 +105,8 @@ class TransformersTrainer(TrainerBase):
             "expert_parallel": expert_parallel and dataclasses.asdict(expert_parallel),
             "router_aux_loss_coef": router_aux_loss_coef,
             "router_z_loss_coef": router_z_loss_coef,
+            "initial_loss_scale": initial_loss_scale,
+            "on_non_finite": on_non_finite,
             "sequence_parallel": sequence_parallel and dataclasses.asdict(sequence_parallel),
             "trust_remote_code": trust_remote_code,
         }
@@ -151,6 +157,8 @@ class TransformersTrainer(TrainerBase):
             # Shards of weights are gathered inside the model, tokens exchanged, and loads of experts summed.
             equal_micro_batches=mesh.fsdp_size > 1 or divides_experts or self._routers.has_losses,
             packed_rows=True,
+            on_non_finite=on_non_finite,
+            skips_overflow=self._dtype is torch.float16,
             vocab_size=vocab_size,
         )
 
@@ -177,7 +185,15 @@ class TransformersTrainer(TrainerBase):
             losses, share, batch = self._pending_losses.pop(adapter_name)
             losses.check(output, batch)
             total = total + share
-        total.backward()
+        self._scaled(adapter_name, total).backward()
+
+    def _loss_scale(self, adapter_name: str) -> LossScale | None:
+        """By what losses of the base model or of an adapter are multiplied; None where nothing overflows."""
+        return self._loss_scales[adapter_name] if self._dtype is torch.float16 else None
+
+    def _scaled(self, adapter_name: str, loss: torch.Tensor) -> torch.Tensor:
+        scale = self._loss_scale(adapter_name)
+        return loss if scale is None else scale.scaled(loss)
 
     def _select(self, adapter_name: str, *, trains: bool) -> None:
         """Makes the model that of an adapter, or the base model. trains: for gradients; a frozen base has none."""
@@ -198,10 +214,12 @@ class TransformersTrainer(TrainerBase):
         if self._adapters is None:
             self._adapters = Adapters(self._model, self._groups_of_mesh, int(self._settings["seed"]))
         self._adapters.add(adapter_name, config)
+        self._loss_scales[adapter_name] = LossScale(float(self._settings["initial_loss_scale"]))
 
     def _remove_adapter(self, adapter_name: str) -> None:
         assert self._adapters is not None, "the trainer checks names"
         self._adapters.remove(adapter_name)
+        self._loss_scales.pop(adapter_name)
         self._optimizers.pop(adapter_name, None)
         self._pending_losses.pop(adapter_name, None)
 
@@ -235,17 +253,21 @@ class TransformersTrainer(TrainerBase):
                         losses.count(routing)
                         losses.reduce()
                     total = total + losses.share(routing)
-                total.backward()
+                self._scaled(adapter_name, total).backward()
             kept.append(replace(outputs, logprobs_BT=outputs.logprobs_BT.detach()))
         if failure is not None:
             raise failure
         return kept
 
-    def _outputs(self, batch: Batch) -> tuple[TokenOutputs, Routing]:
+    def _check_rows(self, batch: Batch) -> None:
+        """InputError for rows that would be wrong."""
         if batch.is_packed and self._packing_fault is not None:
             raise InputError(f"rows of several sequences would be wrong: {self._packing_fault}. Give one sequence a row")
         if self._from_column_0 and not batch.valid[:, 0].all():
             raise InputError(f"{type(self._model).__name__} {self._from_column_0}: pad on the right")
+
+    def _outputs(self, batch: Batch) -> tuple[TokenOutputs, Routing]:
+        self._check_rows(batch)
         sequence = self._sequence
         if sequence is None:
             inputs = model_inputs(batch, self._groups_of_mesh.device)
@@ -272,8 +294,9 @@ class TransformersTrainer(TrainerBase):
             outputs = replace(outputs, logits_BTV=gather(logits_BLV).float().cpu())
         return outputs, routing
 
-    def _logits(self, inputs: ModelInputs) -> torch.Tensor:
-        named: dict[str, Any] = {"position_ids": inputs.position_ids_BT} if self._takes_positions else {}
+    def _logits(self, inputs: ModelInputs, **named: Any) -> torch.Tensor:
+        if self._takes_positions:
+            named["position_ids"] = inputs.position_ids_BT
         if self._has_runs:
             named[RUNS] = inputs.runs
         with nullcontext() if self._attention is None else self._attention.of(inputs.rows):
@@ -283,6 +306,8 @@ class TransformersTrainer(TrainerBase):
 
     def _reduce_gradients(self, adapter_name: str) -> None:
         self._parameters(adapter_name).reduce_gradients()
+        if (scale := self._loss_scale(adapter_name)) is not None:
+            self._parameters(adapter_name).scale_gradients(1 / scale.value)
 
     def _scale_gradients(self, adapter_name: str, factor: float) -> None:
         self._parameters(adapter_name).scale_gradients(factor)
@@ -299,6 +324,12 @@ class TransformersTrainer(TrainerBase):
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
         self._checkpoints.check(self._groups_of_mesh.device)
         self._optimizers[adapter_name].step(learning_rate)
+        if (scale := self._loss_scale(adapter_name)) is not None:
+            scale.update(overflowed=False)
+
+    def _step_skipped(self, adapter_name: str) -> None:
+        if (scale := self._loss_scale(adapter_name)) is not None:
+            scale.update(overflowed=True)
 
     def _zero_gradients(self, adapter_name: str) -> None:
         self._parameters(adapter_name).zero_gradients()
@@ -317,6 +348,7 @@ class TransformersTrainer(TrainerBase):
             "model_type": self._model.config.model_type,
             "mixed_precision": self._settings["mixed_precision"],
             "mesh": dataclasses.asdict(self._mesh),
+            "loss_scales": {name: scale.state() for name in self._states if (scale := self._loss_scale(name)) is not None},
         }
 
     def _pieces(self, info: CheckpointInfo) -> list[Piece]:
@@ -328,7 +360,7 @@ class TransformersTrainer(TrainerBase):
         return pieces
 
     def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
-        self._checkpoints.save(target, info, self._pieces(info), _generator_states(self._groups_of_mesh.device), background=background)
+        self._checkpoints.save(target, info, self._pieces(info), generator_states(self._groups_of_mesh.device), background=background)
 
     def wait_for_checkpoint(self) -> None:
         self._checkpoints.wait()
@@ -349,17 +381,21 @@ class TransformersTrainer(TrainerBase):
             if progress.optimizer is not None:
                 self._optimizers[name].make_states(progress.step)
         read_checkpoint_pieces(path, self._pieces(info), renamed=info.renamed, error_type=CheckpointError)
+        for name in info.adapters:
+            if (scale := self._loss_scale(name)) is not None:
+                scale.load(info.engine["loss_scales"][info.renamed.get(name, name)])
         if states is not None:
-            torch.set_rng_state(states["cpu"])
-            if "cuda" in states:
-                torch.cuda.set_rng_state(states["cuda"], self._groups_of_mesh.device)
+            set_generator_states(states, self._groups_of_mesh.device)
         elif everything:
             logger.info("%s was written by another layout: dropout's generators start anew", path)
 
     # What the contract leaves to a trainer.
 
     def calculate_metric(self, *, adapter_name: str = "") -> dict[str, float]:
-        return super().calculate_metric(adapter_name=adapter_name) | self._routers.take_statistics()
+        metrics = super().calculate_metric(adapter_name=adapter_name)
+        if (scale := self._loss_scale(adapter_name)) is not None:
+            metrics["loss_scale"] = scale.value
+        return metrics | self._routers.take_statistics()
 
     def set_processor(self, processor: InputProcessor, *, adapter_name: str = "") -> None:
         if processor.padding_free and self._packing_fault is not None:
@@ -393,9 +429,7 @@ class TransformersTrainer(TrainerBase):
     def iter_merged(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight as by `iter_weights`, with an adapter merged into them. Collective: all ranks iterate to the end."""
         self._state(adapter_name)
-        adapter = self._adapter(adapter_name)
-        matrices = dict(adapter.export())
-        return self._weights.whole_weights(dtype=self._dtype, buffers=True, change=lambda tensors: merge_adapter(tensors, matrices, adapter.lora))
+        return self._weights.whole_weights(dtype=self._dtype, buffers=True, change=self._adapter(adapter_name).merge)
 
     def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
         self._state(adapter_name)
@@ -434,9 +468,17 @@ class TransformersTrainer(TrainerBase):
                 self._attention = None
 
 
-def _generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """Of dropout."""
     states = {"cpu": torch.get_rng_state()}
     return states if device.type == "cpu" else states | {"cuda": torch.cuda.get_rng_state(device)}
+
+
+def set_generator_states(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """As `generator_states` gave them."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:
