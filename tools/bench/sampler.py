@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from paired import pairs
+from small_qwen3 import save_small_qwen3
 
 from twinkle_mesh import DeviceGroup
 from twinkle_remote import initialize, remote_class, remote_function
@@ -26,29 +27,6 @@ from twinkle_vllm import vLLMSampler
 PROMPTS, TOKENS = 64, 64
 OPTIONS = {"max_tokens": TOKENS, "temperature": 1.0}
 ENGINE_ARGS = {"max_model_len": 256, "max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
-
-
-def save_model(folder: Path) -> None:
-    """A Qwen3 of 3.4M parameters without end token, so that every completion has its full length."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {"head_dim": 32}
-    config = Qwen3Config(
-        **settings,
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
 
 def prompts() -> list[list[int]]:
@@ -71,13 +49,13 @@ def bare(sampler: vLLMSampler, inputs: list[list[int]], count: int) -> Callable[
 
 def bench_batch(sampler: vLLMSampler, rounds: int) -> None:
     inputs = prompts()
-    ours = pairs(bare(sampler, inputs, TOKENS), lambda: list(sampler.sample(inputs, OPTIONS)), rounds, warm_up=2)
+    ours = pairs(bare(sampler, inputs, TOKENS), lambda: list(sampler.sample(inputs, OPTIONS)), rounds, warm_up=1)
     show(f"{PROMPTS} prompts x {TOKENS} tokens (bare engine, ours)", ours, "0.97")
 
 
 def bench_single(sampler: vLLMSampler, rounds: int) -> None:
     inputs = prompts()[:1]
-    ours = pairs(bare(sampler, inputs, TOKENS), lambda: list(sampler.sample(inputs, OPTIONS)), rounds, warm_up=2)
+    ours = pairs(bare(sampler, inputs, TOKENS), lambda: list(sampler.sample(inputs, OPTIONS)), rounds, warm_up=1)
     show(f"one prompt x {TOKENS} tokens (bare engine, ours)", ours, "0.97")
 
 
@@ -119,18 +97,18 @@ def bench_replicas(folder: Path, rounds: int) -> None:
         for sampler in samplers.values():
             sampler.pin()
         one, two = (lambda s=samplers[name]: list(s.sample(inputs, OPTIONS)) for name in ("one", "two"))
-        show("the batch on one replica, on two (each on one core)", pairs(one, two, rounds, warm_up=2), "1.6")
+        show("the batch on one replica, on two (each on one core)", pairs(one, two, rounds, warm_up=1), "1.6")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["batch", "single", "update", "replicas"])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
     wanted = [arguments.only] if arguments.only else ["batch", "single", "update", "replicas"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save_model(folder)
+        save_small_qwen3(folder)
         if set(wanted) - {"replicas"}:
             sampler = vLLMSampler(folder, ENGINE_ARGS)
             if "batch" in wanted:
