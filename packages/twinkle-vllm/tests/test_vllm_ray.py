@@ -1,5 +1,8 @@
 """Two trainer ranks and a sampler on a real Ray: sync, sample, compare."""
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +13,16 @@ import torch.distributed as dist
 
 from twinkle_mesh import DeviceGroup
 from twinkle_remote import initialize, remote_class, remote_function, rendezvous
-from twinkle_sync import CheckpointEngineManager, WeightSender
+from twinkle_sync import CheckpointEngineManager, WeightSender, WeightsUnavailable
 from twinkle_vllm import vLLMSampler
+from twinkle_vllm.testing import logprob_error
 
 
 @remote_class()
 class Trainer(WeightSender):
     """Plain torch: each of two ranks owns every other tensor, so that exporting them is collective."""
+
+    dies_at = -1
 
     def __init__(self, path: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -30,9 +36,16 @@ class Trainer(WeightSender):
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, (name, parameter) in enumerate(self.model.named_parameters()):
+            if index == self.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
             tensor = parameter.detach().clone() if index % 2 == self.rank else torch.empty_like(parameter)
             dist.broadcast(tensor, index % 2)
             yield name, tensor
+
+    @remote_function(dispatch="all", collect="first", lazy_collect=False)
+    def die(self, rank: int, index: int) -> None:
+        """In the next export that rank ends before this tensor."""
+        self.dies_at = index if rank == self.rank else -1
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def train(self, seed: int) -> dict[str, np.ndarray]:
@@ -57,11 +70,11 @@ def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_sampl
             manager = CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=1 << 14, timeout_s=60)
             for seed in (1, 2):
                 reference.load_state_dict({name: torch.from_numpy(value) for name, value in trainer.train(seed).items()})
-                stale = _error(kit, reference, sampler, prompts)
+                stale = logprob_error(sampler, reference, prompts, temperature=0.7, max_tokens=6, score=False)
                 report = manager.sync_weights()
                 assert (report.version, report.num_tensors) == (seed, len(kit.tensors_of(reference)))
                 assert stale > 0.1  # the control: without the sync they differ
-                assert _error(kit, reference, sampler, prompts) < 2e-5
+                assert logprob_error(sampler, reference, prompts, temperature=0.7, max_tokens=6, score=False) < 2e-5
             assert sampler.weight_version() == 2
             responses = sampler.sample(prompts, {"max_tokens": 4}, num_samples=2)
             assert [response.prompt_token_ids for response in responses] == prompts
@@ -75,10 +88,27 @@ def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_sampl
         reference.load_state_dict(start)
 
 
-def _error(kit: Any, model: Any, sampler: Any, prompts: list[list[int]]) -> float:
-    worst = 0.0
-    for prompt, response in zip(prompts, sampler.sample(prompts, {"max_tokens": 6, "temperature": 0.7}), strict=True):
-        sequence = response.sequences[0]
-        expected = kit.hf_logprobs(model, [*prompt, *sequence.tokens], 0.7)[len(prompt) :]
-        worst = max(worst, float(np.abs(expected - sequence.logprobs).max()))
-    return worst
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_trainer_rank_that_is_killed_in_a_sync_leaves_a_sampler_that_refuses_and_a_group_that_syncs_again(kit, models, prompts):
+    folder, reference = models["old"]
+    groups = [DeviceGroup("trainer", 2, "cpu"), DeviceGroup("sampler", 1, "cpu")]
+    placed: Any = {"trainer": Trainer, "sampler": vLLMSampler}
+    with initialize("ray", groups=groups, threads_per_worker=1, start_timeout_s=400, call_timeout_s=400):
+        trainer = placed["trainer"](str(folder), remote_group="trainer", on_failure="restart")
+        sampler = placed["sampler"](str(folder), kit.ENGINE_ARGS, remote_group="sampler")
+        manager = CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=1 << 14, timeout_s=60)
+        manager.sync_weights()
+        assert logprob_error(sampler, reference, prompts) < 2e-5
+        for attempt, rank in enumerate((0, 1)):  # the one that sends, and one that it exports with
+            trainer.die(rank, 8)
+            started = time.monotonic()
+            with pytest.raises(Exception, match=r"died|SIGKILL|killed|lost|connection"):
+                manager.sync_weights()
+            assert time.monotonic() - started < 90
+            assert manager.is_stale
+            with pytest.raises(WeightsUnavailable, match="sync_weights"):
+                list(sampler.sample(prompts))
+            report = manager.sync_weights()  # the trainer starts again, with its first weights
+            assert report.version == 2 * attempt + 3
+            assert logprob_error(sampler, reference, prompts) < 2e-5
