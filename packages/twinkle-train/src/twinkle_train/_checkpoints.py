@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ CHECKPOINT_FILE = "checkpoint.json"
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _FORMAT = 1
+# Files of weights and states: those of the checkpoint that is replaced must not stay beside the new one's.
+_PARTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.distcp",
+    ".metadata",
+    "metadata.json",
+    "generators-*.pt",
+    "common.pt",
+)
 # Of Linux's renameat2(2).
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -153,12 +166,26 @@ def check_replaceable(target: Path, mark: str) -> None:
     """
     if not target.exists():
         return
+    if target.resolve() == Path.cwd():
+        raise FileExistsError(errno.EEXIST, "it is the working folder, and would be replaced", str(target))
     if not target.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a file, and would be deleted", str(target))
     entries = sorted(target.iterdir())
     foreign = [entry for entry in entries if entry.is_dir()] or ([] if (target / mark).is_file() else entries)
     if foreign:
         raise FileExistsError(errno.EEXIST, f"it holds {foreign[0].name!r}, which is not part of such a checkpoint and would be deleted", str(target))
+
+
+def keep_others(target: Path, folder: Path) -> None:
+    """Puts what is in the target and no part of a checkpoint (notes, a README, results) into the folder that takes its place, too."""
+    if not target.is_dir():
+        return
+    for entry in target.iterdir():
+        if entry.is_file() and not (folder / entry.name).exists() and not any(fnmatch(entry.name, pattern) for pattern in _PARTS):
+            try:
+                os.link(entry, folder / entry.name)
+            except OSError:  # a file system without links
+                shutil.copy2(entry, folder / entry.name)
 
 
 def begin_checkpoint(target: Path) -> Path:
@@ -176,6 +203,7 @@ def begin_checkpoint(target: Path) -> Path:
 def publish_checkpoint(target: Path, info_json: str) -> None:
     """Lets the folder of `begin_checkpoint` take its place, with its `checkpoint.json`. One that is there is replaced."""
     folder = unfinished_path(target)
+    keep_others(target, folder)
     with (folder / CHECKPOINT_FILE).open("w", encoding="utf-8") as file:
         file.write(info_json)
         file.flush()

@@ -86,6 +86,8 @@ class TrainModel(ABC):
         like lengths go together then, and come back in their order. top_k: also the so many likeliest tokens after each token, and their
         log-probabilities. logits: also all logits, whole, whatever the layout; they are large.
 
+        On MegatronModel, TransformersModel and other remote trainers the result is lazy, in every mode: `forward_only(rows).get().logprobs`.
+
         Changes nothing: gradients, a pending forward and metrics stay as they are.
 
         Raises InputError without rows or for a row that is longer than micro_batch_tokens, ConfigError for sizes below 1, both sizes, or a
@@ -140,7 +142,9 @@ class TrainModel(ABC):
 
     @abstractmethod
     def set_loss(self, loss: str | type | Callable[[LossInput], LossOutput], *, adapter_name: str = "", **options: Any) -> None:
-        """The loss: a name ('cross_entropy', 'grpo'), a class, or a callable; the options go to its constructor (see `resolve_loss`).
+        """The loss: a name ('cross_entropy', 'grpo', ...; a wrong one lists them), a class, or a callable.
+
+        The options go to its constructor (see `resolve_loss`).
 
         Metrics that were not taken yet are forgotten: they are those of the loss before.
         """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._checkpoints import check_replaceable
+from ._checkpoints import check_replaceable, keep_others
 from ._errors import CheckpointError
 
 MAX_SHARD_BYTES = 4 << 30
@@ -90,16 +90,20 @@ def write_on_rank_zero(
 def staged_folder(target: Path, mark: str) -> Iterator[Path]:
     """A new folder beside the target, which takes the target's place at the end of the block; an error in it removes the folder instead.
 
+    Files at the target that are no part of a checkpoint stay. Of a link, the folder that it points to is replaced.
+
     mark: a file that is in every folder of this kind.
 
     Raises FileExistsError when there is something else at the target (without such a file, or with a folder in it): it would be deleted.
     """
+    target = Path(os.path.realpath(target))
     check_replaceable(target, mark)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         folder.chmod(0o755)
         yield folder
+        keep_others(target, folder)
         _replace(folder, target)
     except BaseException:  # Ctrl-C too leaves no litter
         shutil.rmtree(folder, ignore_errors=True)

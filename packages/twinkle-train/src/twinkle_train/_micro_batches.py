@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,8 +30,8 @@ def num_micro_batches(num_rows: int, micro_batch_size: int | None) -> int:
         raise InputError("this rank got no rows: give every data rank at least one")
     if micro_batch_size is None:
         return 1
-    if micro_batch_size < 1:
-        raise ConfigError(f"micro_batch_size must be >= 1 or None, got {micro_batch_size}")
+    if not isinstance(micro_batch_size, numbers.Integral) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+        raise ConfigError(f"micro_batch_size must be a whole number >= 1, or None, got {micro_batch_size!r}")
     return -(-num_rows // micro_batch_size)
 
 

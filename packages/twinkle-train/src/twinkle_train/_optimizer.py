@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,12 @@ _TORCH: dict[str, type[torch.optim.Optimizer]] = {
     kind.__name__.lower(): kind for kind in (torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop)
 }
 _CLASSES: dict[type, str] = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"} | {k: n for n, k in _TORCH.items()}
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises ConfigError for what is no number, such as the text '1e-3' that YAML makes of 1e-3."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,10 @@ class OptimizerConfig:
         object.__setattr__(self, "options", dict(self.options))
         if self.name not in (*_NAMES, *_TORCH):
             raise ConfigError(f"unknown optimizer {self.name!r}; known are {', '.join((*_NAMES, *_TORCH))}")
+        for name, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay), ("momentum", self.momentum)):
+            check_number(name, value)
+        for beta in self.betas:
+            check_number("betas", beta)
         if not self.lr >= 0:
             raise ConfigError(f"lr must be >= 0, got {self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -24,7 +24,7 @@ from ._loss import Loss, LossInput, LossOutput
 from ._losses import resolve_loss
 from ._metrics import AnyMetric
 from ._micro_batches import loss_input_from_batch, num_micro_batches, split_by_tokens, split_micro_batches, split_rows, unshift_rows
-from ._optimizer import OptimizerConfig
+from ._optimizer import OptimizerConfig, check_number
 from ._schedules import LRSchedule, ScheduleName
 from ._state import Gradients, TrainState, check_finite, is_finite, state_of
 from ._totals import ReduceGroups, Totals, reduce_max, reduce_totals
@@ -439,7 +439,7 @@ class TrainerBase(TrainModel):
             step=self._state(adapter_name or "").step, adapters=adapters, user_state=dict(user_state or {}), engine=self._checkpoint_entries()
         )
         info.to_json()  # what cannot be written is an error before anything is
-        self._write_checkpoint(Path(os.path.abspath(path)), info, background=background)
+        self._write_checkpoint(Path(os.path.realpath(path)), info, background=background)
 
     def wait_for_checkpoint(self) -> None:
         pass  # an engine that writes in the background overrides it
@@ -625,6 +625,7 @@ class TrainerBase(TrainModel):
         state.mark_means()
 
     def _clip(self, state: TrainState[PendingForward], max_grad_norm: float, method: str) -> float:
+        check_number("max_grad_norm", max_grad_norm)
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be > 0, got {max_grad_norm}; use float('inf') to measure only")
         self._make_means(state, method)
@@ -676,6 +677,8 @@ def _compute(loss: Loss, batch: Batch, outputs: TokenOutputs, metrics: Sequence[
     output = loss(loss_input_from_batch(batch, outputs.logprobs_BT, outputs.entropy_BT))
     if not isinstance(output, LossOutput):
         raise InputError(f"the loss returned a {type(output).__name__}; it must return LossOutput(sum, weight, metrics)")
+    if outputs.logprobs_BT.requires_grad and not output.sum.requires_grad:
+        raise InputError("the loss returned a sum without a graph, so nothing would be trained: compute it from logprobs_BT, without detach()")
     for metric in metrics:
         with torch.no_grad():
             measured = metric(loss_input_from_batch(batch, outputs.logprobs_BT.detach(), outputs.entropy_BT))
