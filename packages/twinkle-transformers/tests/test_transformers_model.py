@@ -46,7 +46,7 @@ def test_a_mesh_of_more_ranks_than_processes_is_refused(checkpoint: Any) -> None
 
 
 def test_wrong_options_are_refused(checkpoint: Any) -> None:
-    with pytest.raises(ConfigError, match="mixed_precision is 'no' or 'bf16', not 'fp8'"):
+    with pytest.raises(ConfigError, match="mixed_precision is 'no', 'bf16' or 'fp16', not 'fp8'"):
         TransformersModel(checkpoint("qwen3"), mixed_precision="fp8")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UnsupportedModelError, match="Gemma2Attention caps its attention scores, which 'sdpa' cannot do"):
         TransformersModel(checkpoint("gemma2"), attn_implementation="sdpa")
@@ -182,9 +182,9 @@ def test_a_model_is_saved_whole_and_read_back_by_transformers(checkpoint: Any, m
     source = checkpoint("deepseek_v3")
     model = made(source)
     model.save(tmp_path / "saved")
-    (tmp_path / "saved" / "old").write_text("replaced")
+    (tmp_path / "saved" / "model-00002-of-00002.safetensors").write_text("replaced")
     model.save(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "old").exists()
+    assert not (tmp_path / "saved" / "model-00002-of-00002.safetensors").exists()
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
     origin = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
