@@ -375,3 +375,33 @@ def test_a_model_that_only_scores_holds_no_gradients(build: Any, checkpoint: Any
     model.set_loss("cross_entropy")
     model.forward_backward(features)
     assert _floats_alive() - scored > 0.9 * weights
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("adapter_name", "overlap"), [("", False), ("a", False), ("", True)], ids=["base", "adapter", "overlapping"])
+def test_an_interrupted_backward_leaves_nothing_behind_zero_grad(
+    adapter_name: str, overlap: bool, checkpoint: Any, build: Any, features: list[Any]
+) -> None:
+    model = build(checkpoint("qwen3"), overlap_communication=overlap)
+    if adapter_name:
+        model.add_adapter_to_model(adapter_name, {"r": 4})
+    model.set_loss("cross_entropy", adapter_name=adapter_name)
+    (chunk,) = model._engine.trainable(adapter_name).gradients.chunks
+
+    def interrupt(parameter: torch.Tensor) -> None:
+        # Autograd has filled parameter.grad, and megatron-core has not yet taken it from there.
+        raise KeyboardInterrupt
+
+    # The first of the model's is the last of a backward's. The first of an adapter's has a gradient of zero.
+    parameter = list(chunk.parameters())[-1 if adapter_name else 0]
+    hook = parameter.register_post_accumulate_grad_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.forward_backward(features, adapter_name=adapter_name)
+    hook.remove()
+    assert parameter.grad is not None
+    gradients = []
+    for _ in range(2):
+        model.zero_grad(adapter_name=adapter_name)
+        model.forward_backward(features, adapter_name=adapter_name)
+        gradients.append(model.export_gradients(adapter_name=adapter_name))
+    assert all(np.array_equal(first, gradients[1][name]) for name, first in gradients[0].items())

@@ -105,6 +105,12 @@ class Gradients:
                 if group.grad_reduce_handle is not None:
                     group.grad_reduce_handle.wait()
                     group.grad_reduce_handle = None
+                if len(group.per_param_grad_ready_counts) < len(group.params):
+                    # Of an interrupted backward, too: megatron-core takes the first that it finds for those of a whole one.
+                    group.per_param_grad_ready_counts = {}
+            for parameter in chunk.parameters():
+                # Of a backward that was interrupted before megatron-core moved it into the buffer.
+                parameter.grad = None
             chunk.zero_grad_buffer()
             chunk.ddp_config.overlap_grad_reduce = self.overlap
         self._state = "clean"
