@@ -197,7 +197,7 @@ def failing_on_rank(path: Path, rows: list[Any], folder: Path) -> tuple[list[str
     import torch.distributed as dist
 
     from twinkle_megatron import CheckpointError
-    from twinkle_train import list_checkpoints
+    from twinkle_train import CallOrderError, list_checkpoints
 
     raised: list[str] = []
     with _trainer(path, {"tp_size": 2, "sequence_parallel": True}) as trainer:
@@ -223,7 +223,7 @@ def failing_on_rank(path: Path, rows: list[Any], folder: Path) -> tuple[list[str
         _steps(trainer, rows, 1)
         trainer.save_checkpoint(folder / "fourth", background=True)
         trainer.wait_for_checkpoint()
-        # What one rank cannot read is an error on all of them, too, and changes nothing.
+        # What one rank cannot read is an error on all of them, too: no weight is changed, and all refuse to go on with a fresh optimizer.
         weights = trainer.export_weights()
         _steps(trainer, rows, 1)
         trained = trainer.export_weights()
@@ -232,8 +232,10 @@ def failing_on_rank(path: Path, rows: list[Any], folder: Path) -> tuple[list[str
         dist.barrier()
         with pytest.raises(CheckpointError, match=r"could not read .*generators-1\.pt"):
             trainer.resume_from_checkpoint(folder / "fourth")
-        now = trainer.export_weights()
-        assert all(np.array_equal(now[name], weight) for name, weight in trained.items())
+        now = {name: weight.numpy().copy() for name, weight in trainer._engine.export_weights()}
+        assert all(np.array_equal(weight, trained[name]) for name, weight in now.items())
+        with pytest.raises(CallOrderError, match="did not end"):
+            _steps(trainer, rows, 1)
         dist.barrier()
         if os.environ["RANK"] == "1":
             (folder / "generators").rename(folder / "fourth" / "generators-1.pt")
@@ -304,13 +306,15 @@ def other_model_on_rank(path: Path, target: Path) -> str:
         before = trainer.export_weights()
         with pytest.raises(CheckpointError) as raised:
             trainer.resume_from_checkpoint(target)
-        for name, weight in trainer.export_weights().items():
-            np.testing.assert_array_equal(weight, before[name])
+        for name, weight in trainer._engine.export_weights():
+            np.testing.assert_array_equal(weight.numpy(), before[name])
+        trainer.load(path)
+        trainer.export_weights()
         return str(raised.value)
 
 
 @pytest.mark.timeout(900)
-def test_a_checkpoint_of_another_size_changes_nothing(pools: Any, checkpoint: Any, features: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_size_changes_no_weight(pools: Any, checkpoint: Any, features: Any, tmp_path: Path) -> None:
     pools(1).run(save_on_rank, checkpoint("llama"), _SINGLE, features, tmp_path / "checkpoint")
     (message,) = pools(1).run(other_model_on_rank, checkpoint("llama", num_hidden_layers=3), tmp_path / "checkpoint")
     assert "has no tensor decoder.layers.2" in message

@@ -405,3 +405,83 @@ def test_an_interrupted_backward_leaves_nothing_behind_zero_grad(
         model.forward_backward(features, adapter_name=adapter_name)
         gradients.append(model.export_gradients(adapter_name=adapter_name))
     assert all(np.array_equal(first, gradients[1][name]) for name, first in gradients[0].items())
+
+
+@pytest.mark.timeout(120)
+def test_a_tensor_of_another_shape_is_refused_before_anything_is_changed(checkpoint: Any, build: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = checkpoint("qwen3")
+    model = build(path)
+    before = model.export_weights()
+    tensors = load_file(path / "model.safetensors")
+    for name, shape in (("model.embed_tokens.weight", (309, 64)), ("model.layers.1.self_attn.q_proj.weight", (3, 3))):
+        shutil.copytree(path, tmp_path / name)
+        changed = {key: torch.zeros(shape) if key == name else tensor + 1 for key, tensor in tensors.items()}
+        save_file(changed, tmp_path / name / "model.safetensors")
+        for load in (model.load, build):
+            with pytest.raises(CheckpointError, match=rf"{name} has another shape than its config.json calls for: \({shape[0]}, "):
+                load(tmp_path / name)
+    assert all(np.array_equal(weight, before[name]) for name, weight in model.export_weights().items())
+
+
+@pytest.mark.timeout(240)
+def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(
+    checkpoint: Any, build: Any, features: list[Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = checkpoint("qwen3")
+    model = build(path)
+    model.add_adapter_to_model("a", {"r": 2})
+    for name in ("", "a"):
+        model.set_loss("cross_entropy", adapter_name=name)
+        model.set_optimizer("adamw", lr=0.01, adapter_name=name)
+    model.save(tmp_path / "a", adapter_name="a")
+    model.save_checkpoint(tmp_path / "state")
+    shutil.copytree(tmp_path / "state", tmp_path / "cut")
+    data = tmp_path / "cut" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+
+    def refused(words: str, names: tuple[str, ...] = ("", "a")) -> None:
+        for name in names:
+            model.zero_grad(adapter_name=name)
+            for call in (
+                lambda name=name: model.forward_backward(features, adapter_name=name),
+                lambda name=name: model.forward_only(features, adapter_name=name).get(),
+                lambda name=name: model.save(tmp_path / "mixed", adapter_name=name),
+                lambda name=name: model.save_checkpoint(tmp_path / "mixed"),
+                lambda name=name: model.export_weights(adapter_name=name),
+                lambda name=name: model.get_state_dict(adapter_name=name),
+            ):
+                with pytest.raises(CallOrderError, match=words):
+                    call()
+
+    def interrupted(owner: Any, method: str, call: Any) -> None:
+        def stop(*args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, stop)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+
+    with pytest.raises(CheckpointError, match="could not read"):
+        model.resume_from_checkpoint(tmp_path / "cut")
+    refused("the last load or resume_from_checkpoint did not end")
+    model.resume_from_checkpoint(tmp_path / "state")
+    model.forward_backward(features)
+    interrupted(model._engine._base, "parameters_replaced", lambda: model.load(path))
+    with pytest.raises(CallOrderError, match="did not end"):
+        model.clip_grad_and_step()
+    refused("did not end")
+    model.load(path)
+    interrupted(model._engine.adapter("a").trainable, "parameters_replaced", lambda: model.load(tmp_path / "a", adapter_name="a"))
+    refused("did not end.*'a'", names=("a",))
+    model.forward_only(features).get()
+    model.load(tmp_path / "a", adapter_name="a")
+    model.forward_backward(features)
+    interrupted(model._engine._base.gradients, "parameters_changed", model.clip_grad_and_step)
+    refused("the last step was interrupted")
+    model.resume_from_checkpoint(tmp_path / "state")
+    model.forward_backward(features)
+    model.clip_grad_and_step()
+    assert not (tmp_path / "mixed").exists()

@@ -142,14 +142,17 @@ class Adapter:
             wholes = [whole for rank in _gathered(torch.stack(wholes), self._ep) for whole in rank]
         yield from zip(matrix.names, wholes, strict=True)
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-        """Takes whole matrices under peft's names, and the optimizer's main copies with them.
+    def check(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+        """Whether whole matrices under peft's names are this adapter's.
 
         Raises:
-            CheckpointError: matrices that are missing, left over, or of another shape; before anything is changed.
+            CheckpointError: matrices that are missing, left over, or of another shape.
         """
         wanted = {name: (matrix.rows, matrix.columns) for matrix in self._plan for name in matrix.names}
         check_adapter_matrices(tensors, wanted, adapter_name=self.name, source=source, error_type=CheckpointError)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes whole matrices that :meth:`check` lets pass, and the optimizer's main copies with them."""
         self.trainable.settle_parameters()
         with torch.no_grad():
             for matrix, parameter in self._parameters().items():

@@ -18,8 +18,9 @@ class Bridge(Protocol):
 
     Your own for a ``model_type`` that is not supported registers through the entry point group ``twinkle_megatron.bridges``, whose name is the
     ``model_type`` and whose value a class that is called with ``(hf_config, dtype, tp_size)``; parallel state is initialised then. It may have
-    a static method ``check(hf_config)``, which raises UnsupportedModelError before anything is built. Its module is imported once the platform
-    is chosen, so it may import megatron-core and `twinkle_megatron.bridges`, whose `MBridge` is a base to start from.
+    a static method ``check(hf_config)``, which raises UnsupportedModelError before anything is built, and a method ``check_weights(path)``, which
+    raises CheckpointError before anything is loaded. Its module is imported once the platform is chosen, so it may import megatron-core and
+    `twinkle_megatron.bridges`, whose `MBridge` is a base to start from.
     """
 
     @property
@@ -122,6 +123,17 @@ def make_bridge(hf_config: Any, dtype: torch.dtype, tp_size: int) -> Bridge:
     from ._mbridge import MBridge
 
     return MBridge(hf_config, dtype, tp_size)
+
+
+def check_weights(bridge: Bridge, path: Path) -> None:
+    """Refuses a folder whose tensors do not fit, before anything is read; a bridge of one's own may leave that to its `load`.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape.
+    """
+    check: Any = getattr(bridge, "check_weights", None)
+    if check is not None:
+        check(path)
 
 
 def check_same_model(path: Path, ours: Any) -> None:

@@ -20,7 +20,7 @@ from twinkle_train import ComputeLoss, ConfigError, LoraConfig, LossOutput, Piec
 
 from . import _moe, _parallel, _replay
 from ._adapters import Adapter
-from ._bridge import Bridge, make_bridge
+from ._bridge import Bridge, check_weights, make_bridge
 from ._errors import CheckpointError
 from ._logprobs import gather_context, gather_vocabulary, vocab_parallel_logprobs, vocab_parallel_top_k
 from ._lora import Site, make_sites
@@ -79,6 +79,7 @@ class Engine:
         try:
             bridge: Bridge = make_bridge(hf_config, dtype, mesh.tp_size)
             bare = bridge.build(base_options(mesh, layers_per_stage) | checked)
+            check_weights(bridge, path)
             bridge.load(bare, path)
         except BaseException:
             self._release()
@@ -393,6 +394,10 @@ class Engine:
         return dict(_moe.take_statistics(self._routers, pipeline if pipeline.size() > 1 else None))
 
     # Weights.
+
+    def check_weights(self, path: Path) -> None:
+        """CheckpointError when a checkpoint's tensors do not fit the model."""
+        check_weights(self._bridge, path)
 
     def load(self, path: Path) -> None:
         """Reads the weights of a checkpoint into the model and the optimizer's main copies."""

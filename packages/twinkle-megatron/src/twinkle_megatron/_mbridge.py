@@ -78,12 +78,16 @@ class MBridge:
         self._map = WeightMap(self._bridge, [unwrap_model(chunk) for chunk in chunks])
         return chunks
 
-    def load(self, chunks: list[torch.nn.Module], path: Path) -> None:
-        """Fills the chunks from a checkpoint folder.
+    def check_weights(self, path: Path) -> None:
+        """Whether a checkpoint folder fits.
 
         Raises:
             CheckpointError: a tensor is missing, or has another shape.
         """
+        self._weights().check(path)
+
+    def load(self, chunks: list[torch.nn.Module], path: Path) -> None:
+        """Fills the chunks from a checkpoint folder that fits."""
         self._weights().load([unwrap_model(chunk) for chunk in chunks], path)
 
     def export_weights(self, chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -88,27 +88,45 @@ class WeightMap:
 
     # Into the model.
 
-    def load(self, chunks: Sequence[Any], path: Path) -> None:
-        """Fills the chunks from the safetensors of a folder. Every rank reads what it needs; nothing is sent.
+    def check(self, path: Path) -> None:
+        """Compares the names and shapes in a folder's safetensors with those of the whole model, on every rank alike.
 
         Raises:
-            CheckpointError: tensors are missing, or one has another shape; before anything is changed in the first case.
+            CheckpointError: tensors are missing, or one has another shape.
         """
+        with ExitStack() as stack:
+            files = _open(path, stack)
+            wanted = dict(self._shapes())
+            missing = sorted(wanted.keys() - files.keys())
+            if missing:
+                raise CheckpointError(f"{path} lacks {len(missing)} tensors that its config.json calls for: {', '.join(missing[:5])}.")
+            for name, shape in wanted.items():
+                have = tuple(files[name].get_slice(name).get_shape())
+                if have != shape:
+                    raise CheckpointError(f"{path}: {name} has another shape than its config.json calls for: {have}, not {shape}.")
+
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The Hugging Face names and shapes of all weights, of all stages and ranks."""
+        for entry in self._plan:
+            is_expert = _EXPERTS in entry.name
+            size = 1 if entry.split_axis is None else self._mpu.etp_size if is_expert else self._mpu.tp_size
+            shape = [length * (size if axis == entry.split_axis else 1) for axis, length in enumerate(entry.shape)]
+            whole = torch.empty(shape, dtype=entry.dtype, device="meta")
+            for name in [self._expert_name(entry.name, rank) for rank in range(self._mpu.ep_size)] if is_expert else [entry.name]:
+                hf_names, tensors = self._names._weight_to_hf_format(name, whole)
+                yield from zip(hf_names, (tuple(tensor.shape) for tensor in tensors), strict=True)
+
+    def load(self, chunks: Sequence[Any], path: Path) -> None:
+        """Fills the chunks from the safetensors of a folder that fits. Every rank reads what it needs; nothing is sent."""
         mine = [entry for entry in self._plan if entry.stage == self._mpu.pp_rank]
         with ExitStack() as stack:
             files = _open(path, stack)
             wanted = {entry: self._names._weight_name_mapping_mcore_to_hf(self._on_this_rank(entry)) for entry in mine}
-            missing = sorted({name for names in wanted.values() for name in names} - files.keys())
-            if missing:
-                raise CheckpointError(f"{path} lacks {len(missing)} tensors that its config.json calls for: {', '.join(missing[:5])}.")
             states = [_state(chunk) for chunk in chunks]
             with torch.no_grad():
                 for entry, names in wanted.items():
                     whole = self._names._weight_to_mcore_format(self._on_this_rank(entry), [files[name].get_tensor(name) for name in names])
-                    part = self._part(entry, whole)
-                    if part.shape != entry.shape:
-                        raise CheckpointError(f"{path}: {names[0]} has another shape than its config.json calls for.")
-                    states[entry.chunk][entry.local_name].copy_(part)
+                    states[entry.chunk][entry.local_name].copy_(self._part(entry, whole))
 
     def _on_this_rank(self, entry: _Entry) -> str:
         return entry.name if _EXPERTS not in entry.name else self._expert_name(entry.name, self._mpu.ep_rank)
