@@ -261,7 +261,8 @@ class ModelOutput:
 
     loss: the weighted mean over all ranks; None when no loss was asked for. loss_weight: what the mean was divided by. logprobs: for each sequence
     [T], aligned with its `input_ids` (index 0 is 0). entropy: the same of the predictive distribution's entropy, in nats. router_logits: for each
-    sequence [T][layers][experts]; None unless the trainer was asked to keep them. metrics: plain numbers.
+    sequence [T][layers][experts]; None unless the trainer was asked to keep them. top_tokens, top_logprobs, logits: for each sequence [T][k] and
+    [T][vocabulary], of what follows each token; None unless asked for. metrics: plain numbers.
     """
 
     loss: float | None = None
@@ -269,6 +270,9 @@ class ModelOutput:
     logprobs: list[Annotated[list[float], BeforeValidator(as_list)]] | None = None
     entropy: list[Annotated[list[float], BeforeValidator(as_list)]] | None = None
     router_logits: list[Annotated[list[list[list[float]]], BeforeValidator(as_list)]] | None = None
+    top_tokens: list[Annotated[list[list[int]], BeforeValidator(as_list)]] | None = None
+    top_logprobs: list[Annotated[list[list[float]], BeforeValidator(as_list)]] | None = None
+    logits: list[Annotated[list[list[float]], BeforeValidator(as_list)]] | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
