@@ -22,8 +22,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         noticed = torch.empty(64)
         run()
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    inner: Any = profiler.profiler  # None before the block only
+    changes = [(event.start_ns(), event.nbytes()) for event in inner.kineto_results.events() if event.name() == "[memory]"]
     assert changes, "torch reported no allocation"
     held = peak = 0
     for _, change in sorted(changes, key=lambda each: each[0]):

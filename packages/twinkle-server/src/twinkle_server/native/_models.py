@@ -143,7 +143,7 @@ def _add_adapter(context: Context, body: wire.AddAdapter) -> bytes:
     run = context.the_run()
     try:
         context.the_trainer().touch(run)
-    except Exception:  # raised again
+    except BaseException:  # raised again
         context.service.store.end_run(run.id)  # it is not there: nobody should find it, and its name may be tried again
         raise
     return _result(wire.AdapterAdded(adapter_name=body.adapter_name, training_run_id=run.id).model_dump())
