@@ -29,14 +29,14 @@ OPTIONS = {"max_tokens": TOKENS, "temperature": 1.0}
 ENGINE_ARGS = {"max_model_len": 256, "max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
 
 
-def prompts() -> list[list[int]]:
+def prompts(count: int = PROMPTS) -> list[list[int]]:
     generator = np.random.default_rng(0)
-    return [generator.integers(3, 512, size=int(size)).tolist() for size in generator.integers(8, 48, size=PROMPTS)]
+    return [generator.integers(3, 512, size=int(size)).tolist() for size in generator.integers(8, 48, size=count)]
 
 
 def show(name: str, measured: tuple[float, float, float], aim: str) -> None:
     raw_s, ours_s, ratio = measured
-    print(f"{name:52} {raw_s * 1e3:9.2f} ms {ours_s * 1e3:9.2f} ms   {1 / ratio:6.3f} x the throughput   aim {aim}", flush=True)
+    print(f"{name:64} {raw_s * 1e3:9.2f} ms {ours_s * 1e3:9.2f} ms   {1 / ratio:6.3f} x the throughput   aim {aim}", flush=True)
 
 
 def bare(sampler: vLLMSampler, inputs: list[list[int]], count: int) -> Callable[[], Any]:
@@ -73,7 +73,7 @@ def bench_update(sampler: vLLMSampler, folder: Path, rounds: int) -> None:
             times[updated].append(time.perf_counter() - start)
     without, after = (statistics.median(times[key]) for key in (False, True))
     print(
-        f"{'first token: without, right after an update':52} {without * 1e3:9.2f} ms {after * 1e3:9.2f} ms   {after - without:6.3f} s later, aim 0.3"
+        f"{'first token: without, right after an update':64} {without * 1e3:9.2f} ms {after * 1e3:9.2f} ms   {after - without:6.3f} s later, aim 0.3"
     )
 
 
@@ -91,19 +91,25 @@ class Pinned(vLLMSampler):
 def bench_replicas(folder: Path, rounds: int) -> None:
     placed: Any = Pinned
     groups = [DeviceGroup("one", 1, "cpu"), DeviceGroup("two", 2, "cpu")]
-    inputs = prompts()
     with initialize("ray", groups=groups, threads_per_worker=1, start_timeout_s=300):
-        samplers = {name: placed(str(folder), ENGINE_ARGS, remote_group=name) for name in ("one", "two")}
-        for sampler in samplers.values():
-            sampler.pin()
-        one, two = (lambda s=samplers[name]: list(s.sample(inputs, OPTIONS)) for name in ("one", "two"))
-        show("the batch on one replica, on two (each on one core)", pairs(one, two, rounds, warm_up=1), "1.6")
+        one, two = (placed(str(folder), ENGINE_ARGS, remote_group=name) for name in ("one", "two"))
+        one.pin()
+        two.pin()
+
+        def sampling(sampler: Any, count: int) -> Callable[[], Any]:
+            return lambda: list(sampler.sample(prompts(count), OPTIONS))
+
+        half = pairs(sampling(one, PROMPTS), sampling(one, PROMPTS // 2), rounds, warm_up=1)
+        show(f"{PROMPTS} prompts, {PROMPTS // 2} prompts on one replica: what halving a batch gives", half, "none")
+        for count in (PROMPTS, 4 * PROMPTS):
+            name = f"{count} prompts on one replica, on two (each on one core)"
+            show(name, pairs(sampling(one, count), sampling(two, count), rounds, warm_up=1), "1.6")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["batch", "single", "update", "replicas"])
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     wanted = [arguments.only] if arguments.only else ["batch", "single", "update", "replicas"]
     with tempfile.TemporaryDirectory() as name:
