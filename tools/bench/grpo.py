@@ -1,6 +1,6 @@
 """Seconds per GRPO step, one after the other and a step ahead, beside TRL's GRPOTrainer, each with the parts of its time.
 
-    ./dev bench grpo [--rounds 5] [--steps 8] [--threads N] [--trl-threads N] [--only alone|trl]
+    ./dev bench grpo [--rounds 5] [--steps 8] [--threads N] [--trl-threads N] [--only alone|pinned|trl]
 
 A Qwen3 of 3.4M parameters, 16 completions (groups of 8) of at most 32 tokens, fp32. TRL lives in an environment of its own, which the first run
 makes in the cache folder (XDG_CACHE_HOME, ~/.cache); it generates with transformers, its default on a CPU. All take their turns in one run: so many
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pinning import pin
 from small_qwen3 import save_small_qwen3
 
 from twinkle.config import GRPOConfig
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of each side in a round")
     parser.add_argument("--threads", type=int, default=1, help="of each of our two processes")
-    parser.add_argument("--only", choices=["alone", "trl"], help="alone: without TRL")
+    parser.add_argument("--only", choices=["alone", "pinned", "trl"], help="alone: without TRL; pinned: a core for each process")
     parser.add_argument("--trl-threads", type=int, default=None, help="of TRL's process; by default as many as torch takes")
     arguments = parser.parse_args()
     options = ["--no-measure-kl", "--old-logprobs", "sampler", "--prompts-per-step", str(PROMPTS), "--num-samples", str(SAMPLES)]
@@ -174,11 +175,14 @@ def main() -> None:
             ours = {
                 name: our_steps([*options, "--async-steps", str(ahead)], task, parts) for ahead, name in enumerate(("synchronous", "a step ahead"))
             }
-            if arguments.only != "alone":
+            if arguments.only in (None, "trl"):
                 with trl_steps(folder, arguments.trl_threads) as theirs:
                     show("Beside TRL", take_turns({"TRL": theirs} | ours, arguments.rounds, arguments.steps), "TRL")
-            if arguments.only != "trl":
+            if arguments.only in (None, "alone"):
                 show("Alone", take_turns(ours, arguments.rounds, arguments.steps), "synchronous")
+            if arguments.only in (None, "pinned"):
+                pin(actor, sampler)
+                show("A core for each process", take_turns(ours, arguments.rounds, arguments.steps), "synchronous")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does GRPO learn? Three seeds of the `tiny` preset, and two controls that must not.
 
-    ./dev bench grpo_learns [--seeds 0,1,2] [--steps 60] [--lr 3e-4] [--lanes 2] [--json FILE]
+    ./dev bench grpo_learns [--seeds 0,1,2] [--steps 60] [--lr 3e-4] [--lanes 2] [--ahead] [--json FILE]
 
 Every seed: a fresh Qwen3, the supervised warm-up, GRPO, and held-out exact match before and after. Controls, from the same warm policy as the
 first seed: advantages shuffled within their groups, and the policy's own likelihood as the reward. The runs are shared out over two sets of
@@ -9,6 +9,9 @@ workers (`--lanes`), since one run of a model this small leaves half of two core
 - the warm-up ends with a sampled accuracy in [0.35, 0.60];
 - sampled accuracy rises by 0.15 in the mean and 0.10 for each seed, greedy by 0.10 in the mean;
 - shuffled advantages raise neither by 0.05; the likelihood reward raises sampled by less than 0.08 and greedy by less than 0.05.
+
+With `--ahead` there are no controls. Every seed is also run with the sampler a step ahead (`--async-steps 1`; the loss corrects for older weights)
+from the same warm policy; the mean accuracy afterwards must differ by at most 0.05.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 Job = tuple[int, tuple[str, ...]]
 """A seed and what its advantages are, run after run."""
 CONTROLLED = ("group", "shuffled", "likelihood")
+AHEAD = "ahead"  # advantages as 'group', the sampler a step ahead
 DEADLINE_S = 3600.0
 
 
@@ -61,7 +65,8 @@ class Bench:
     def reinforce(self, seed: int, advantage: str, warm: Path, before: Evaluation | None) -> tuple[Evaluation, Evaluation, dict[str, Any]]:
         """GRPO from the warm policy; accuracy before (where it is not known yet) and after, and the checks of the run."""
         self.actor.load(str(warm))
-        config = self.config.model_copy(update={"seed": seed, "advantage": advantage})
+        ahead = advantage == AHEAD
+        config = self.config.model_copy(update={"seed": seed, "advantage": "group" if ahead else advantage, "async_steps": int(ahead)})
         loop = GRPOLoop(config, actor=self.actor, sampler=self.sampler, weights=self.weights, template=self.template, task=self.task)
         before = before or loop.evaluate()
         rewards = [loop.step()[0]["reward"] for _ in range(config.steps)]
@@ -82,6 +87,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--lanes", type=int, default=2, help="sets of workers that run at the same time")
+    parser.add_argument("--ahead", action="store_true", help="every seed also with the sampler a step ahead, in place of the controls")
     parser.add_argument("--json", type=Path, default=None, help="write every figure here")
     parser.add_argument("--jobs", type=json.loads, default=None, help=argparse.SUPPRESS)  # one lane's share, given by the parent
     args = parser.parse_args()
@@ -91,7 +97,7 @@ def main() -> int:
             report = measure(Path(folder), [(seed, tuple(kinds)) for seed, kinds in args.jobs], args.steps, args.lr, args.lanes, started)
         args.json.write_text(json.dumps(report), encoding="utf-8")
         return 0
-    report = run_lanes([int(seed) for seed in args.seeds.split(",")], args.steps, args.lr, args.lanes)
+    report = run_lanes([int(seed) for seed in args.seeds.split(",")], args.steps, args.lr, args.lanes, args.ahead)
     report["seconds"] = time.perf_counter() - started
     missed = verdict(report)
     print(json.dumps(report, indent=2))
@@ -101,9 +107,9 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def run_lanes(seeds: list[int], steps: int, lr: float, lanes: int) -> dict[str, Any]:
+def run_lanes(seeds: list[int], steps: int, lr: float, lanes: int, ahead: bool) -> dict[str, Any]:
     """Every run, shared out over processes of their own: the first seed with its controls takes about as long as two other seeds."""
-    jobs = [(seed, CONTROLLED if number == 0 else CONTROLLED[:1]) for number, seed in enumerate(seeds)]
+    jobs = [(seed, ("group", AHEAD) if ahead else CONTROLLED if number == 0 else CONTROLLED[:1]) for number, seed in enumerate(seeds)]
     shares: list[list[Job]] = [[] for _ in range(max(1, min(lanes, len(jobs))))]
     for job in jobs:
         min(shares, key=lambda share: sum(1 + len(kinds) for _, kinds in share)).append(job)
@@ -122,7 +128,7 @@ def run_lanes(seeds: list[int], steps: int, lr: float, lanes: int) -> dict[str, 
         if any(failed):
             raise SystemExit(f"a lane failed: exit codes {failed}")
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    runs = sorted((run for report in reports for run in report["runs"]), key=lambda run: (CONTROLLED.index(run["advantage"]), run["seed"]))
+    runs = sorted((run for report in reports for run in report["runs"]), key=lambda run: ((*CONTROLLED, AHEAD).index(run["advantage"]), run["seed"]))
     return {"runs": runs, "peak_memory_bytes": sum(report["peak_memory_bytes"] for report in reports)}
 
 
@@ -190,6 +196,11 @@ def verdict(report: dict[str, Any]) -> list[str]:
             missed.append(f"seed {run['seed']}: the warm-up ended at {run['sampled_before']:.3f}, outside [0.35, 0.60]: invalid")
         if run["checks"]["max_logprob_gap"] > 1e-4:
             missed.append(f"seed {run['seed']}: sampler and trainer differ by {run['checks']['max_logprob_gap']:.1e}")
+    if AHEAD in gains:
+        for kind in ("sampled_after", "greedy_after"):
+            means = [sum(run[kind] for run in report["runs"] if run["advantage"] == way) / len(gains[way]) for way in ("group", AHEAD)]
+            if abs(means[0] - means[1]) > 0.05:
+                missed.append(f"a step ahead {kind} is {means[1]:.3f} in the mean, one after the other {means[0]:.3f}")
     sampled, greedy = zip(*gains["group"], strict=True)
     if sum(sampled) / len(sampled) < 0.15 or min(sampled) < 0.10:
         missed.append(f"sampled gains {[round(gain, 3) for gain in sampled]}")

@@ -17,10 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from paired import pairs
+from pinning import pin
 from small_qwen3 import save_small_qwen3
 
 from twinkle_mesh import DeviceGroup
-from twinkle_remote import initialize, remote_class, remote_function
+from twinkle_remote import initialize
 from twinkle_sync import CheckpointEngineManager, CheckpointFolder
 from twinkle_vllm import vLLMSampler
 
@@ -77,24 +78,13 @@ def bench_update(sampler: vLLMSampler, folder: Path, rounds: int) -> None:
     )
 
 
-@remote_class()
-class Pinned(vLLMSampler):
-    """A sampler that can be bound to one core."""
-
-    @remote_function(dispatch="all", lazy_collect=False)
-    def pin(self) -> None:
-        rank = int(os.environ["RANK"])
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {rank % (os.cpu_count() or 1)})
-
-
 def bench_replicas(folder: Path, rounds: int) -> None:
-    placed: Any = Pinned
+    placed: Any = vLLMSampler
     groups = [DeviceGroup("one", 1, "cpu"), DeviceGroup("two", 2, "cpu")]
     with initialize("ray", groups=groups, threads_per_worker=1, start_timeout_s=300):
         one, two = (placed(str(folder), ENGINE_ARGS, remote_group=name) for name in ("one", "two"))
-        one.pin()
-        two.pin()
+        pin(one)
+        pin(two)
 
         def sampling(sampler: Any, count: int) -> Callable[[], Any]:
             return lambda: list(sampler.sample(prompts(count), OPTIONS))
