@@ -133,7 +133,7 @@ def lazy(options: argparse.Namespace) -> None:
                 rows += 1
         print(f"a file of {path.stat().st_size / 1e9:.2f} GB, {rows:,} rows")
         for way in ("indexed", "streamed"):
-            subprocess.run([sys.executable, __file__, "--read", way, str(path)], check=True, timeout=1800)
+            subprocess.run([sys.executable, "-P", __file__, "--read", way, str(path)], check=True, timeout=1800)
 
 
 def read(way: str, path: Path) -> None:
@@ -183,7 +183,7 @@ def run_all(names: list[str], others: list[str]) -> None:
     flags = [argument for argument in sys.argv[1:] if argument not in names]
     for name in [name for name in names if name in BENCHES] or ([] if names else list(BENCHES)):
         print(f"== {name}", flush=True)
-        subprocess.run([sys.executable, __file__, name, *flags], check=True, timeout=3600)
+        subprocess.run([sys.executable, "-P", __file__, name, *flags], check=True, timeout=3600)
     packing = [name for name in names if name not in BENCHES]
     if packing and not NEIGHBOUR.exists():
         raise SystemExit(f"there is no sub-bench {packing[0]!r}; there are {', '.join(BENCHES)}")

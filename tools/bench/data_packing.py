@@ -255,7 +255,7 @@ def main() -> None:
         FIGURES[chosen[0]]()
         return
     for name in chosen:
-        subprocess.run([sys.executable, __file__, name], check=True)
+        subprocess.run([sys.executable, "-P", __file__, name], check=True)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def run_lanes(seeds: list[int], steps: int, lr: float, lanes: int, ahead: bool) 
         files = [Path(folder) / f"lane-{number}.json" for number in range(len(shares))]
         options = ["--steps", str(steps), "--lr", str(lr), "--lanes", str(len(shares))]
         processes = [
-            subprocess.Popen([sys.executable, __file__, *options, "--jobs", json.dumps(share), "--json", str(file)])
+            subprocess.Popen([sys.executable, "-P", __file__, *options, "--jobs", json.dumps(share), "--json", str(file)])
             for share, file in zip(shares, files, strict=True)
         ]
         try:
