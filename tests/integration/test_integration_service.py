@@ -183,26 +183,77 @@ def test_errors_of_the_server_are_the_clients(server: ServerProcess) -> None:
             TwinkleClient(server.url, re.sub("[0-9a-f]{8}$", "00000000", server.key))
 
 
-@pytest.mark.parametrize("name", ["server.yaml", "server-ray.yaml", "server-vllm.yaml"])
-def test_the_example_configurations_are_some(name: str) -> None:
-    from twinkle_server import load_config
-    from twinkle_server.engine._build import _mesh, check_backends
-
-    config = load_config(ROOT / "examples" / "service" / name, environ={})
-    check_backends(config.models)
-    groups = {group.name: group.ranks for group in config.runtime.groups}
-    assert config.host == "127.0.0.1"
-    for model in config.models:
-        for part in (model, model.sampler):
-            assert part is not None
-            mesh = _mesh(part.mesh)
-            assert mesh is None or mesh.world_size == groups[str(part.group)]
+CONFIGURATIONS = {path.name: path for path in sorted((ROOT / "examples" / "service").glob("*.yaml"))}
+CONFIGURATIONS["README.md"] = ROOT / "packages" / "twinkle-server" / "README.md"
 
 
-@pytest.mark.parametrize("name", ["sft.py"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_check_config_finds_nothing_wrong_with_the_documented_configurations(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twinkle_server.cli import main
+
+    text = CONFIGURATIONS[name].read_text()
+    if name == "README.md":
+        (text,) = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    # Their folders are those of a server: absolute ones are put under this test's, relative ones are as they are written.
+    text = re.sub(r"(?<=: )/(?=models/|srv/)", f"{tmp_path}/", text)
+    for model in yaml.safe_load(text)["models"]:
+        folder = tmp_path / model["path"]
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    (tmp_path / "server.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check-config", "-c", "server.yaml"]) == 0
+    assert main(["print-config", "-c", "server.yaml"]) == 0
+
+
+EXAMPLES = [pytest.param(path.name, marks=[] if path.name == "sft.py" else pytest.mark.full) for path in (ROOT / "examples" / "service").glob("*.py")]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_service_examples_run(server: ServerProcess, name: str) -> None:
-    environment = {**server.environment, "TWINKLE_SERVER_URL": server.url, "TWINKLE_SERVER_TOKEN": server.key}
+    environment = {
+        **server.environment,
+        "TWINKLE_SERVER_URL": server.url,
+        "TWINKLE_SERVER_TOKEN": server.key,
+        "TINKER_BASE_URL": server.url,
+        "TINKER_API_KEY": server.key,
+        "TINKER_TELEMETRY": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
     command = [sys.executable, str(ROOT / "examples" / "service" / name), "--model", "tiny", "--steps", "3"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
-    assert "step 3" in ended.stdout
+    assert "step 2" in ended.stdout
+    assert "checkpoint" in ended.stdout or "twinkle://" in ended.stdout or "tinker://" in ended.stdout
+
+
+@pytest.mark.full
+def test_the_commands_and_scripts_of_the_documents_run_as_they_are_written(tmp_path: Path) -> None:
+    """`twinkle-server launch` without a file, both examples without arguments, and the client's README, with the variables that it prints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "TINKER_TELEMETRY": "0"}
+    command = [sys.executable, "-m", "twinkle_server.cli", "launch", "--port", str(port)]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env={**environment, "TMPDIR": str(tmp_path)}, text=True)
+    try:
+        assert server.stdout is not None
+        told = next((line for line in server.stdout if "export" in line), "")
+        assert told, (tmp_path / "log").read_text()
+        given = dict(word.split("=", 1) for word in told.split()[1:])
+        environment |= given | {"TINKER_BASE_URL": given["TWINKLE_SERVER_URL"], "TINKER_API_KEY": given["TWINKLE_SERVER_TOKEN"]}
+        readme = (ROOT / "packages" / "twinkle-client" / "README.md").read_text()
+        (block,) = [block for block in re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE) if "TwinkleClient(" in block]
+        (tmp_path / "readme.py").write_text(block)
+        for script, expected in [
+            (ROOT / "examples" / "service" / "sft.py", "step 30"),
+            (ROOT / "examples" / "service" / "tinker_loop.py", "saved tinker://"),
+            (tmp_path / "readme.py", "twinkle://"),
+        ]:
+            ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200)
+            assert ended.returncode == 0, ended.stderr
+            assert expected in ended.stdout
+    finally:
+        server.terminate()
+        server.wait(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import TypeAdapter
 
 import twinkle_data
 import twinkle_train
-from twinkle_client import types
+from twinkle_client import Model, types
 from twinkle_client._convert import plain
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,6 +36,25 @@ def test_the_twins_on_the_wire_have_the_fields_and_defaults_of_the_originals(nam
 
     assert described(twin) == described(original)
     assert twin.__dataclass_params__.frozen is original.__dataclass_params__.frozen is True
+
+
+# Of a server: what a run's end, its checkpoints and the server's configuration do instead, and what would not fit into an answer.
+NOT_SERVED = {"remove_adapter", "save_checkpoint", "wait_for_checkpoint", "export_weights", "export_gradients"}
+OTHERWISE = {"save": {"path", "merge"}, "resume_from_checkpoint": {"saved_as"}, "forward_only": {"logits"}}
+
+
+def test_the_clients_model_has_the_verbs_of_the_contract_with_their_arguments() -> None:
+    contract = {name: value for name, value in vars(twinkle_train.TrainModel).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert set(contract) > NOT_SERVED
+    for name in set(contract) - NOT_SERVED:
+        ours, theirs = (dict(inspect.signature(each).parameters) for each in (contract[name], getattr(Model, name)))
+        takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in theirs.values())
+        for argument in set(ours) - OTHERWISE.get(name, set()):
+            if argument in theirs and theirs[argument].kind is not inspect.Parameter.VAR_KEYWORD:
+                assert theirs[argument].kind == ours[argument].kind, f"{name}: {argument}"
+                assert theirs[argument].default == ours[argument].default or ours[argument].default in (None, inspect.Parameter.empty), name
+            else:
+                assert takes_more, f"{name}: {argument}"
 
 
 @pytest.mark.parametrize(

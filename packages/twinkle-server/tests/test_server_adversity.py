@@ -352,7 +352,7 @@ def test_a_full_disk_is_told_as_that_and_nothing_is_listed(config: ServerConfig)
                 full.write(b"x")
 
         with pytest.raises(ApiError, match="disk is full") as caught:
-            await service.io(service.checkpoints.add, run, "weights", "a", fill)
+            await service.io(service.checkpoints.add, run, "weights", "a", fill, "source")
         assert caught.value.status == 507
         assert service.checkpoints.of_run(run) == []
         assert not list((config.data_dir / "unfinished").iterdir())

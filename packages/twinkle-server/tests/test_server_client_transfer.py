@@ -33,13 +33,39 @@ CONFIG = {"r": 4, "lora_alpha": 8, "peft_type": "LORA"}
 
 
 class Cutting:
-    """An application around another: answers of downloads are cut off after so many bytes, while there are cuts left."""
+    """An application around another: answers of downloads are cut off after so many bytes, while there are cuts left; bodies of uploads, and
+    answers to uploads that have arrived, while there are lost_bodies and lost_answers."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.cuts, self.after, self.ranges = app, 0, 0, list[str]()
         self.damage = False
+        self.lost_bodies = self.lost_answers = self.uploads = 0
+
+    async def upload(self, scope: Any, receive: Any, send: Any) -> None:
+        self.uploads += 1
+        if self.lost_bodies:
+            self.lost_bodies -= 1
+            await receive()
+            await self.cut_off(send)
+
+        async def losing(message: Any) -> None:
+            if self.lost_answers:
+                self.lost_answers -= 1
+                await self.cut_off(send)
+            await send(message)
+
+        await self.app(scope, receive, losing)
+
+    @staticmethod
+    async def cut_off(send: Any) -> None:
+        """Begins an answer, and closes the connection."""
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+        raise ConnectionError("cut off")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/upload"):
+            await self.upload(scope, receive, send)
+            return
         if scope["type"] != "http" or "/download/" not in scope["path"]:
             await self.app(scope, receive, send)
             return
@@ -106,7 +132,7 @@ def test_an_adapter_goes_up_and_comes_down_over_connections_that_break(served: A
         assert (made.twinkle_path, made.checkpoint_type) == ("twinkle://run-1/weights/up", "weights")
         assert alice.upload_checkpoint("run-1", "up", folder, "sampler_weights").checkpoint_id == "sampler_weights/up"
         with pytest.raises(Conflict):
-            alice.upload_checkpoint("run-1", "up", folder)
+            alice.upload_checkpoint("run-1", "up", adapter(tmp_path / "another", 5000))
         with pytest.raises(QuotaExceeded):
             alice.upload_checkpoint("run-1", "large", adapter(tmp_path / "large", 2_000_000))
         (tmp_path / "empty").mkdir()
@@ -163,6 +189,32 @@ def test_a_download_goes_on_in_another_client_and_damage_is_seen(served: Any, tm
         assert not (tmp_path / "down").exists()
         assert (tmp_path / "down.part").stat().st_size > 0
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("lost", ["lost_bodies", "lost_answers"])
+def test_an_upload_that_broke_is_sent_again_and_makes_one_checkpoint(served: Any, tmp_path: Path, lost: str) -> None:
+    app, service, named = served
+    folder = adapter(tmp_path / "adapter")
+
+    async def again() -> str:
+        async with AsyncTwinkleClient(**named["alice"]) as alice:
+            setattr(app, lost, 1)
+            return (await alice.upload_checkpoint("run-1", "two", folder)).twinkle_path
+
+    with TwinkleClient(**named["alice"]) as alice:
+        setattr(app, lost, 2)
+        made = alice.upload_checkpoint("run-1", "one", folder)
+        assert (app.uploads, made.twinkle_path) == (3, "twinkle://run-1/weights/one")
+        assert asyncio.run(again()) == "twinkle://run-1/weights/two"
+        assert app.uploads == 5
+        assert sorted(each.name for each in service.checkpoints.of_run(service.store.get(Run, "run-1"))) == ["one", "two"]
+        # Something else under a name that is taken is not the same upload.
+        with pytest.raises(Conflict):
+            alice.upload_checkpoint("run-1", "one", adapter(tmp_path / "other", 5000))
+    with TwinkleClient(**named["alice"], max_retries=0) as alice:
+        setattr(app, lost, 1)
+        with pytest.raises(Unreachable):
+            alice.upload_checkpoint("run-1", "three", folder)
 
 
 def test_a_body_that_is_not_what_its_digest_says_is_not_kept(served: Any, tmp_path: Path) -> None:

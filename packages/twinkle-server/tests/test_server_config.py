@@ -70,6 +70,17 @@ def test_code_from_a_checkpoint_cannot_be_switched_on(tmp_path: Path) -> None:
         open_service(parse_config({"data_dir": str(tmp_path), "models": [model]}))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [({"tp_size": 3}, "the mesh has 3 ranks, the group 'trainers' 4 workers"), ({"tp_size": 0}, "cannot be"), ({"size": 4}, "cannot be")],
+)
+def test_a_mesh_that_does_not_fit_its_group_is_refused_before_anything_is_loaded(mesh: dict[str, int], message: str, tmp_path: Path) -> None:
+    model = {"name": "a", "path": "p", "group": "trainers", "mesh": mesh}
+    runtime = {"mode": "ray", "groups": [{"name": "trainers", "ranks": 4}]}
+    with pytest.raises(ConfigError, match=message):
+        open_service(parse_config({"data_dir": str(tmp_path), "models": [model], "runtime": runtime}))
+
+
 def test_commands_make_list_and_revoke_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(f"data_dir: {tmp_path / 'data'}\n")

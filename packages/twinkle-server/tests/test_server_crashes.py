@@ -38,7 +38,7 @@ def fill(folder):
 
 print("ready", flush=True)
 for number in range(first, first + 10_000):
-    checkpoints.add(run, "weights", f"c{number}", fill)
+    checkpoints.add(run, "weights", f"c{number}", fill, "source")
     print(number, flush=True)
 """
 

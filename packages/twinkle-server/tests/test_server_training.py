@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import signal
 import threading
 import time
@@ -85,6 +86,35 @@ def test_training_lowers_the_loss_and_sampling_uses_the_weights(server: ServerPr
     named = alice.post_raw(f"/sampler/{model_name}/twinkle/add_adapter_to_sampler", {"adapter_name": "x", "path": saved["twinkle_path"]})
     assert named.status_code == 200, named.text
     assert prompt_logprobs(adapter_name="x") == pytest.approx(trained, abs=1e-4)
+
+
+def test_the_examples_of_the_openapi_document_run(server: ServerProcess, model_name: str) -> None:
+    from twinkle_server.native._examples import EXAMPLES, MODEL, PROCESSOR, RUN, SESSION
+
+    refused = {"model_apply_patch", "model_upload_to_hub", "sampler_apply_patch"}  # as their descriptions say
+    with server.client() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        documented = {
+            operation["operationId"]: (path.removeprefix("/api/v1"), operation["requestBody"]["content"]["application/json"]["example"])
+            for path, methods in paths.items()
+            for operation in methods.values()
+            if "tinker" not in operation["tags"] and "application/json" in operation.get("requestBody", {}).get("content", {})
+        }
+        assert set(documented) == set(EXAMPLES), "every body has an example"
+        known = {MODEL: model_name}
+        for name in EXAMPLES:
+            path, body = documented[name]
+            text = json.dumps(body)
+            for placeholder, value in known.items():
+                text = text.replace(placeholder, value)
+            answer = http.post(path.replace("{model}", model_name), content=text, headers={"Content-Type": "application/json"})
+            assert answer.status_code == (422 if name in refused else 200), (name, answer.text)
+            if name == "create_session":
+                known[SESSION] = http.headers["X-Twinkle-Session-Id"] = answer.json()["session_id"]
+            elif name == "model_add_adapter_to_model":
+                known[RUN] = answer.json()["result"]["training_run_id"]
+            elif name == "create_processor":
+                known[PROCESSOR] = answer.json()["processor_id"]
 
 
 def test_a_stream_of_samples_ends_with_each_prompts_response(server: ServerProcess, model_name: str) -> None:
@@ -192,6 +222,23 @@ def test_a_run_trained_beside_others_and_parked_is_bit_identical_to_one_trained_
     assert others[0].weights() != weights
     capacity = again.http.get("/twinkle/capacity_info").json()
     assert capacity == {"max_loras": 2, "used_loras": 2, "free_loras": 0}
+
+
+def test_an_adjusted_optimizer_stays_so_when_its_adapter_was_parked(server: ServerProcess, model_name: str) -> None:
+    alice = Tenant(server, model_name, adapter="adjusted").set_up()
+    assert alice.try_post("adjust_optimizer", lr=-1.0).status_code == 422
+    alice.train(1)
+    alice.post("adjust_optimizer", lr=0.0)
+    before = alice.weights()
+    for name in ("first", "second"):  # they take both places in memory
+        Tenant(server, model_name, who="bob", adapter=f"beside-{name}").set_up().train(1)
+    output = alice.post("forward_only", inputs=ROWS, top_k=3, micro_batch_tokens=8)
+    assert [[len(tokens) for tokens in row] for row in output["top_tokens"]] == [[3] * 6, [3] * 4]
+    alice.train(1)
+    assert alice.weights() == before
+    alice.post("adjust_optimizer", lr=1e-2)
+    alice.train(1)
+    assert alice.weights() != before
 
 
 def test_an_idempotency_key_runs_a_call_once(server: ServerProcess, model_name: str) -> None:

@@ -168,7 +168,8 @@ class AsyncTwinkleClient:
         """Make a checkpoint of a run, to load and to sample from, of an adapter in peft's format: a folder with `adapter_config.json` and
         `adapter_model.safetensors`, or one that `download_checkpoint` made. Rank and scaling must be the run's.
 
-        The server keeps nothing of a body whose SHA-256 is another than was sent with it. A broken upload is not repeated.
+        The server keeps nothing of a body whose SHA-256 is another than was sent with it. One that broke begins anew, as
+        often as other requests are repeated.
 
         Raises:
             InvalidRequest: no adapter, or one that does not fit the run. Conflict: there is a checkpoint of that name. QuotaExceeded: no room.

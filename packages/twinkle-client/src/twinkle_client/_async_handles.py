@@ -56,13 +56,29 @@ class AsyncModel:
         """Log-probabilities and entropies of all rows at once; the graph is kept for `calculate_loss` and `backward`."""
         return await self._run(self._calls.forward(inputs, adapter_name))
 
-    async def forward_only(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
-        """Log-probabilities and entropies without a graph. Changes nothing."""
-        return await self._run(self._calls.forward_only(inputs, micro_batch_size, adapter_name))
+    async def forward_only(
+        self,
+        inputs: Inputs,
+        micro_batch_size: int | None = None,
+        adapter_name: str = "",
+        *,
+        micro_batch_tokens: int | None = None,
+        top_k: int = 0,
+    ) -> ModelOutput:
+        """Log-probabilities and entropies without a graph. Changes nothing. micro_batch_tokens: as in `forward_backward`. top_k: also the so many
+        likeliest tokens after each token, and their log-probabilities."""
+        fields = {"micro_batch_size": micro_batch_size, "adapter_name": adapter_name, "micro_batch_tokens": micro_batch_tokens, "top_k": top_k}
+        return await self._run(self._calls.forward_only(inputs, **fields))
 
-    async def forward_backward(self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "") -> ModelOutput:
-        """Loss and gradients of the rows, in micro-batches of that many (None: the server's default). Gradients accumulate over calls."""
-        return await self._run(self._calls.forward_backward(inputs, micro_batch_size, adapter_name))
+    async def forward_backward(
+        self, inputs: Inputs, micro_batch_size: int | None = None, adapter_name: str = "", *, micro_batch_tokens: int | None = None
+    ) -> ModelOutput:
+        """Loss and gradients of the rows, in micro-batches of that many (None: the server's default). Gradients accumulate over calls.
+
+        micro_batch_tokens: instead of a number of rows, how many tokens a micro-batch has at most.
+        """
+        fields = {"micro_batch_size": micro_batch_size, "adapter_name": adapter_name, "micro_batch_tokens": micro_batch_tokens}
+        return await self._run(self._calls.forward_backward(inputs, **fields))
 
     async def calculate_loss(self, *, adapter_name: str = "") -> float:
         """The loss of the last `forward`. Raises Conflict without one."""
@@ -97,8 +113,21 @@ class AsyncModel:
         await self._run(self._calls.set_loss(loss, adapter_name, options))
 
     async def set_optimizer(self, name: str = "adamw", lr: float = 1e-5, *, adapter_name: str = "", **options: Any) -> None:
-        """A fresh optimizer. options: betas, eps, weight_decay, momentum."""
+        """A fresh optimizer. options: betas, eps, weight_decay, momentum, and `options`, a mapping for the other classes of torch.optim."""
         await self._run(self._calls.set_optimizer(name, lr, adapter_name, options))
+
+    async def adjust_optimizer(
+        self,
+        *,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        adapter_name: str = "",
+    ) -> None:
+        """Other settings for the optimizer that is there, from the next step on; None keeps one. Its state and the schedule stay. Raises Conflict
+        without an optimizer."""
+        await self._run(self._calls.adjust_optimizer(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adapter_name=adapter_name))
 
     async def set_lr_scheduler(self, name: str = "constant", *, adapter_name: str = "", **options: Any) -> None:
         """The learning-rate schedule. options: warmup_steps, total_steps, min_lr_ratio, decay_steps."""

@@ -82,9 +82,9 @@ def download_checkpoint(run_id: str, checkpoint_id: str) -> Call[bytes]:
 
 def upload_checkpoint(run_id: str, name: str, checkpoint_type: str) -> Call[Checkpoint]:
     params = {"name": name} | ({"sampler": "true"} if checkpoint_type == "sampler_weights" else {})
-    # Not repeatable: the server would say that there is one of that name already.
+    # Repeatable: with the body's digest the server knows it again.
     path = f"{{prefix}}/training_runs/{in_path(run_id)}/upload"
-    return Call(method="POST", path=path, read=Checkpoint.model_validate_json, params=params, is_repeatable=False, is_long=True)
+    return Call(method="POST", path=path, read=Checkpoint.model_validate_json, params=params, is_long=True)
 
 
 def end_training_run(run_id: str) -> Call[DeleteAnswer]:

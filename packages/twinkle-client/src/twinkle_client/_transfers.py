@@ -1,4 +1,5 @@
-"""Checkpoints over a connection, waiting and asynchronous. A download that broke goes on where it was, in the next attempt or the next process."""
+"""Checkpoints over a connection, waiting and asynchronous. A download that broke goes on where it was, in the next attempt or the next process;
+an upload begins anew."""
 
 from __future__ import annotations
 
@@ -99,19 +100,32 @@ def download(connection: Connection, call: Call[bytes], target: Path) -> Path:
     return _finish(part, target)
 
 
+def _after_upload(attempts: Attempts, status: int, headers: Mapping[str, str], content: bytes) -> float | None:
+    """As `Attempts.after_answer`; a quota does not grow by waiting."""
+    if status == 429 and "retry-after" not in headers:
+        raise error_of(status, headers, content)
+    return attempts.after_answer(status, headers, content)
+
+
 def upload(connection: Connection, call: Call[Checkpoint], folder: Path) -> Checkpoint:
-    """Sends an adapter, once."""
+    """Sends an adapter, again from its beginning where the connection broke: the server knows by its digest what it has already."""
     parcel, request_id = Parcel(folder), uuid.uuid4().hex
     attempts = Attempts(call, connection.settings, request_id)
-    try:
-        with connection.stream(call, request_id, _upload_headers(parcel), iter(parcel)) as response:
-            content = response.read()
-    except httpx.HTTPError as error:
-        attempts.after_failure(error)
-        raise  # pragma: no cover (it is not repeatable, so the line above raises)
-    if response.status_code >= 300:
-        raise error_of(response.status_code, response.headers, content)
-    return call.read(content)
+    while True:
+        try:
+            with connection.stream(call, request_id, _upload_headers(parcel), iter(parcel)) as response:
+                content = response.read()
+        except httpx.HTTPError as error:
+            try:
+                wait_s = attempts.after_failure(error)
+            except (Unreachable, DeadlineExceeded) as told:
+                raise told from error
+        else:
+            answered = _after_upload(attempts, response.status_code, response.headers, content)
+            if answered is None:
+                return call.read(content)
+            wait_s = answered
+        connection.pause(wait_s)
 
 
 async def download_async(connection: AsyncConnection, call: Call[bytes], target: Path) -> Path:
@@ -150,12 +164,18 @@ async def upload_async(connection: AsyncConnection, call: Call[Checkpoint], fold
         while (chunk := await asyncio.to_thread(next, pieces, None)) is not None:
             yield chunk
 
-    try:
-        async with connection.stream(call, request_id, _upload_headers(parcel), chunks()) as response:
-            content = await response.aread()
-    except httpx.HTTPError as error:
-        attempts.after_failure(error)
-        raise  # pragma: no cover (as above)
-    if response.status_code >= 300:
-        raise error_of(response.status_code, response.headers, content)
-    return call.read(content)
+    while True:
+        try:
+            async with connection.stream(call, request_id, _upload_headers(parcel), chunks()) as response:
+                content = await response.aread()
+        except httpx.HTTPError as error:
+            try:
+                wait_s = attempts.after_failure(error)
+            except (Unreachable, DeadlineExceeded) as told:
+                raise told from error
+        else:
+            answered = _after_upload(attempts, response.status_code, response.headers, content)
+            if answered is None:
+                return call.read(content)
+            wait_s = answered
+        await asyncio.sleep(wait_s)

@@ -41,13 +41,11 @@ class ModelCalls:
     def forward(self, inputs: Any, adapter_name: str) -> Call[ModelOutput]:
         return self._verb("forward", v.Forward, result_of(ModelOutput), inputs=rows_of(inputs), adapter_name=adapter_name)
 
-    def forward_only(self, inputs: Any, micro_batch_size: int | None, adapter_name: str) -> Call[ModelOutput]:
-        fields = {"inputs": rows_of(inputs), "micro_batch_size": micro_batch_size, "adapter_name": adapter_name}
-        return self._verb("forward_only", v.ForwardOnly, result_of(ModelOutput), **fields)
+    def forward_only(self, inputs: Any, **fields: Any) -> Call[ModelOutput]:
+        return self._verb("forward_only", v.ForwardOnly, result_of(ModelOutput), inputs=rows_of(inputs), **fields)
 
-    def forward_backward(self, inputs: Any, micro_batch_size: int | None, adapter_name: str) -> Call[ModelOutput]:
-        fields = {"inputs": rows_of(inputs), "micro_batch_size": micro_batch_size, "adapter_name": adapter_name}
-        return self._verb("forward_backward", v.ForwardBackward, result_of(ModelOutput), **fields)
+    def forward_backward(self, inputs: Any, **fields: Any) -> Call[ModelOutput]:
+        return self._verb("forward_backward", v.ForwardBackward, result_of(ModelOutput), inputs=rows_of(inputs), **fields)
 
     def calculate_loss(self, adapter_name: str) -> Call[float]:
         return self._verb("calculate_loss", v.CalculateLoss, result_of(float), adapter_name=adapter_name)
@@ -75,6 +73,9 @@ class ModelCalls:
 
     def set_optimizer(self, name: str, lr: float, adapter_name: str, options: Mapping[str, Any]) -> Call[None]:
         return self._verb("set_optimizer", v.SetOptimizer, _nothing, **_options(options), name=name, lr=lr, adapter_name=adapter_name)
+
+    def adjust_optimizer(self, **fields: Any) -> Call[None]:
+        return self._verb("adjust_optimizer", v.AdjustOptimizer, _nothing, **fields)
 
     def set_lr_scheduler(self, name: str, adapter_name: str, options: Mapping[str, Any]) -> Call[None]:
         return self._verb("set_lr_scheduler", v.SetLrScheduler, _nothing, **_options(options), name=name, adapter_name=adapter_name)

@@ -89,15 +89,18 @@ class Forward(Verb):
     inputs: Inputs
 
 
-class ForwardOnly(Verb):
-    """POST forward_only. Result: `ModelOutput`."""
+class ForwardBackward(Verb):
+    """POST forward_backward. micro_batch_tokens: instead of a number of rows, the most tokens of a micro-batch. Result: `ModelOutput`."""
 
     inputs: Inputs
     micro_batch_size: Annotated[StrictInt, Field(ge=1)] | None = None
+    micro_batch_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
-class ForwardBackward(ForwardOnly):
-    """POST forward_backward. Result: `ModelOutput`."""
+class ForwardOnly(ForwardBackward):
+    """POST forward_only. top_k: so many of the likeliest tokens after each token, too. Result: `ModelOutput`."""
+
+    top_k: Annotated[StrictInt, Field(ge=0, le=1024)] = 0
 
 
 class CalculateLoss(Verb):
@@ -137,7 +140,7 @@ class SetLoss(VerbWithOptions):
 
 
 class SetOptimizer(Verb):
-    """POST set_optimizer. Result: None."""
+    """POST set_optimizer. options: numbers for the other classes of torch.optim. Result: None."""
 
     name: str = "adamw"
     lr: Annotated[float, Field(ge=0)] = 1e-5
@@ -145,6 +148,16 @@ class SetOptimizer(Verb):
     eps: float = 1e-8
     weight_decay: float = 0.0
     momentum: float = 0.0
+    options: dict[str, bool | int | float] | None = None
+
+
+class AdjustOptimizer(Verb):
+    """POST adjust_optimizer: other settings for the optimizer that is there; None keeps one. Result: None."""
+
+    lr: Annotated[float, Field(ge=0)] | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
 
 
 class SetLrScheduler(Verb):

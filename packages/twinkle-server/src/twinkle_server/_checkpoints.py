@@ -51,7 +51,7 @@ class Checkpoints:
         name = check_name(name) if name is not None else f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         old = self._store.find_checkpoint(run.id, kind, name)
         if old is not None and not overwrite:
-            raise Conflict(f"there is a checkpoint {kind}/{name} of this run already")
+            raise _taken(kind, name)
         resumable = kind == "weights" and with_state
         trainer.touch(run)
 
@@ -64,14 +64,20 @@ class Checkpoints:
         written = self.folders.write(fill, description, may_keep=lambda size: self._check_quota(run.tenant, size, old))
         return self._record(run, kind, name, written, resumable=resumable, step=run.steps, metadata=metadata, ttl_s=ttl_s)
 
-    def add(self, run: Run, kind: CheckpointKind, name: str, fill: Callable[[Path], None], *, step: int = 0) -> Checkpoint:
-        """A checkpoint whose adapter was brought from elsewhere; `fill` writes `adapter/` into a folder."""
-        check_name(name)
+    def add(self, run: Run, kind: CheckpointKind, name: str, fill: Callable[[Path], None], source: str) -> Checkpoint:
+        """A checkpoint whose adapter was brought from elsewhere; `fill` writes `adapter/` into a folder. source: what it came of, see `added`."""
         if self._store.find_checkpoint(run.id, kind, name) is not None:
-            raise Conflict(f"there is a checkpoint {kind}/{name} of this run already")
-        description = {"kind": kind, "run": run.id, "name": name, "base_model": run.base_model, "adapter": run.adapter, "step": step}
+            raise _taken(kind, name)
+        description = {"kind": kind, "run": run.id, "name": name, "base_model": run.base_model, "adapter": run.adapter, "step": 0, "source": source}
         written = self.folders.write(fill, description, may_keep=lambda size: self._check_quota(run.tenant, size, None))
-        return self._record(run, kind, name, written, resumable=False, step=step, metadata=None, ttl_s=None)
+        return self._record(run, kind, name, written, resumable=False, step=0, metadata=None, ttl_s=None)
+
+    def added(self, run: Run, kind: CheckpointKind, name: str, source: str | None) -> Checkpoint | None:
+        """The checkpoint that `add` made of that source, None where there is none of that name; Conflict for one of something else."""
+        found = self._store.find_checkpoint(run.id, kind, check_name(name))
+        if found is not None and (source is None or self.folders.manifest(found.folder).get("source") != source):
+            raise _taken(kind, name)
+        return found
 
     def _record(
         self, run: Run, kind: CheckpointKind, name: str, written: Any, *, resumable: bool, step: int, metadata: Any, ttl_s: float | None
@@ -181,6 +187,10 @@ class Checkpoints:
 
 def _is_over(checkpoint: Checkpoint) -> bool:
     return checkpoint.expires_at is not None and checkpoint.expires_at <= time.time()
+
+
+def _taken(kind: str, name: str) -> Conflict:
+    return Conflict(f"there is a checkpoint {kind}/{name} of this run already")
 
 
 def checkpoint_id(checkpoint: Checkpoint) -> str:

@@ -91,6 +91,13 @@ class Folders:
             raise Failed("the checkpoint is damaged on the server") from error
         return folder
 
+    def manifest(self, name: str) -> dict[str, Any]:
+        """What `write` said of a folder; {} where that is gone or damaged."""
+        try:
+            return dict(json.loads((self.path(name) / MANIFEST).read_bytes()))
+        except (OSError, ValueError):
+            return {}
+
     def files(self, name: str) -> list[tuple[str, Path]]:
         """The files of a folder, by relative name, the manifest included."""
         folder = self.path(name)

@@ -107,7 +107,7 @@ def open_service(config: ServerConfig) -> Service:
     """The service of a configuration; ConfigError where it would listen to others than this machine without any key."""
     from .engine._build import check_backends
 
-    check_backends(config.models)
+    check_backends(config)
     service = Service(config)
     if config.is_public and not service.store.live_keys():
         service.store.close()
@@ -124,7 +124,7 @@ def _check_config(given: argparse.Namespace) -> int:
     from .engine._build import check_backends
 
     config = _config(given)
-    check_backends(config.models)
+    check_backends(config)
     for model in config.models:
         for path in filter(None, (model.path, model.sampler and model.sampler.path)):
             if not (Path(path) / "config.json").is_file():

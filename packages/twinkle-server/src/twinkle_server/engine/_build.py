@@ -11,7 +11,7 @@ from typing import Any
 from twinkle_mesh import DeviceGroup, DeviceMesh
 from twinkle_remote import Runtime, initialize
 
-from .._config import ModelConfig, RuntimeConfig, SamplerConfig
+from .._config import ModelConfig, RuntimeConfig, SamplerConfig, ServerConfig
 from .._errors import ConfigError
 
 _TRAINERS = {"transformers": ("twinkle_transformers", "TransformersModel"), "megatron": ("twinkle_megatron", "MegatronModel")}
@@ -55,13 +55,19 @@ def build_sampler(model: ModelConfig, config: SamplerConfig) -> Any:
     return TorchSampler(path, device_mesh=_mesh(config.mesh), remote_group=config.group, **options)
 
 
-def check_backends(models: list[ModelConfig]) -> None:
-    """Raises ConfigError for an option that is refused, or an engine that is not installed. Imports none."""
-    for model in models:
+def check_backends(config: ServerConfig) -> None:
+    """Raises ConfigError for an option that is refused, a mesh that is none or does not fit its group, or an engine that is not installed.
+
+    Imports no engine.
+    """
+    groups = {group.name: DeviceGroup(**group.model_dump()) for group in config.runtime.groups}
+    for model in config.models:
         _options(model.name, model.options)
+        _check_mesh(model.name, model.mesh, groups.get(model.group or ""))
         engines = [(_TRAINERS[model.backend][0], model.backend)] if model.trainable else []
         if model.sampler is not None:
             _options(f"{model.name}.sampler", model.sampler.options)
+            _check_mesh(f"{model.name}.sampler", model.sampler.mesh, groups.get(model.sampler.group or ""))
             engines.append(("twinkle_vllm" if model.sampler.backend == "vllm" else "twinkle_transformers", model.sampler.backend))
         for module, extra in engines:
             if importlib.util.find_spec(module) is None:
@@ -83,6 +89,15 @@ def _missing(extra: str) -> ConfigError:
 
 def _mesh(sizes: Any) -> DeviceMesh | None:
     return None if sizes is None else DeviceMesh.from_sizes(**sizes)
+
+
+def _check_mesh(name: str, sizes: Any, group: DeviceGroup | None) -> None:
+    try:
+        mesh = _mesh(sizes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: the mesh cannot be: {error}") from None
+    if mesh is not None and group is not None and mesh.world_size != group.num_workers:
+        raise ConfigError(f"{name}: the mesh has {mesh.world_size} ranks, the group {group.name!r} {group.num_workers} workers: make them equal")
 
 
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,12 @@ class TrainerBackend:
             setup.pop("set_lr_scheduler", None)  # it is constant again
         self._store.change(Run, run.id, setup=setup)
 
+    def adjust(self, run: Run, settings: Mapping[str, Any]) -> None:
+        """adjust_optimizer; its settings are those of the optimizer whenever the adapter comes back."""
+        self.call(run, "adjust_optimizer", **settings)
+        if "set_optimizer" in run.setup:  # or it came with a checkpoint, and its settings with it
+            self._store.change(Run, run.id, setup={**run.setup, "set_optimizer": {**run.setup["set_optimizer"], **settings}})
+
     def template(self, options: Mapping[str, Any]) -> Any:
         """The model's own chat template (`twinkle_data.Template`) with these options: max_length, truncation, system.
 

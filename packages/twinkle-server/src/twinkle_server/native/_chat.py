@@ -24,6 +24,7 @@ from ..http._auth import Caller, get_service, request_id
 from ..http._json import StrictRoute
 from ._answers import answer_call
 from ._convert import record_of
+from ._examples import with_example
 from ._models import find_weights
 from ._streams import backend_of, pieces
 
@@ -122,6 +123,7 @@ async def models(request: Request, caller: Caller) -> ModelCards:
 @chat_router.post(
     "/chat/completions",
     response_model=None,
+    openapi_extra=with_example("chat_completions"),
     responses={
         200: {
             "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}},

@@ -16,6 +16,7 @@ from ..http._auth import Caller, get_service, request_id
 from ..http._json import StrictRoute
 from ..store import Checkpoint, Run
 from ._answers import id_of_key
+from ._examples import with_example
 
 control_router = APIRouter(route_class=StrictRoute, tags=["control"])
 
@@ -61,14 +62,14 @@ async def capacity_info(request: Request, caller: Caller) -> wire.CapacityInfo:
     return wire.CapacityInfo(max_loras=largest, used_loras=used, free_loras=largest - used)
 
 
-@control_router.post("/create_session")
+@control_router.post("/create_session", openapi_extra=with_example("create_session"))
 async def create_session(request: Request, caller: Caller, body: wire.CreateSession) -> wire.Session:
     """Begins a session, which heartbeats keep alive."""
     session = await get_service(request).sessions.create(caller, body.metadata, id_of_key("ses-", caller, request))
     return wire.Session(session_id=session.id)
 
 
-@control_router.post("/session_heartbeat")
+@control_router.post("/session_heartbeat", openapi_extra=with_example("session_heartbeat"))
 async def session_heartbeat(request: Request, caller: Caller, body: wire.SessionHeartbeat) -> wire.HeartbeatAnswer:
     """Keeps a session alive; 404 for one that is over or was never there."""
     get_service(request).sessions.beat(caller, body.session_id)
@@ -147,7 +148,7 @@ async def delete_checkpoint(request: Request, caller: Caller, run_id: RunId, che
     return wire.DeleteAnswer(success=done, message=None if done else "it was deleted already")
 
 
-@control_router.post("/weights_info")
+@control_router.post("/weights_info", openapi_extra=with_example("weights_info"))
 async def weights_info(request: Request, caller: Caller, body: wire.WeightsInfoRequest) -> wire.WeightsInfo:
     """What a checkpoint is of."""
     service = get_service(request)

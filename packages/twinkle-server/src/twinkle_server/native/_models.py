@@ -22,6 +22,7 @@ from ..http._json import StrictRoute, parse_json
 from ..store import Checkpoint, Run
 from ._answers import answer_call, id_of_key
 from ._convert import check_loss, output_of, rows_of, tensor_of
+from ._examples import with_example
 
 ModelName = Annotated[str, Path(max_length=200, description="A base model's name; it may contain '/', raw or percent-encoded")]
 Handle = Callable[[Context, Any], bytes]
@@ -45,6 +46,7 @@ def models_router(service: Service, prefix: str) -> APIRouter:
             responses={202: {"model": wire.Future, "description": "With `Prefer: respond-async`: not finished yet"}},
             name=f"model_{verb}",
             description=text,
+            openapi_extra=with_example(f"model_{verb}"),
         )
     router.add_api_route(
         f"/model/{{model:path}}{prefix}/upload_to_hub",
@@ -52,6 +54,7 @@ def models_router(service: Service, prefix: str) -> APIRouter:
         methods=["POST"],
         name="model_upload_to_hub",
         response_model=wire.UploadStarted,
+        openapi_extra=with_example("model_upload_to_hub"),
     )
     router.add_api_route(
         f"/model/{{model:path}}{prefix}/upload_status/{{upload_id}}",
@@ -160,7 +163,11 @@ def _forward(verb: str) -> Handle:
         trainer = context.the_trainer()
         arguments: dict[str, Any] = {"inputs": _rows(context, body.inputs)}
         if verb != "forward":
-            arguments["micro_batch_size"] = body.micro_batch_size or trainer.config.micro_batch_size
+            given = body.micro_batch_size is not None or body.micro_batch_tokens is not None
+            arguments["micro_batch_size"] = body.micro_batch_size if given else trainer.config.micro_batch_size
+            arguments["micro_batch_tokens"] = body.micro_batch_tokens
+        if verb == "forward_only":
+            arguments["top_k"] = body.top_k
         output = trainer.call(context.run, verb, **arguments)
         if verb == "forward_backward" and output.loss is not None:
             context.measured({"loss": output.loss, **output.metrics})
@@ -186,6 +193,11 @@ def _set_loss(context: Context, body: wire.SetLoss) -> bytes:
 
 def _set_optimizer(context: Context, body: wire.SetOptimizer) -> bytes:
     context.the_trainer().configure(context.the_run(), "set_optimizer", body.model_dump(exclude={"adapter_name"}))
+    return _result(None)
+
+
+def _adjust_optimizer(context: Context, body: wire.AdjustOptimizer) -> bytes:
+    context.the_trainer().adjust(context.the_run(), body.model_dump(exclude={"adapter_name"}, exclude_none=True))
     return _result(None)
 
 
@@ -309,6 +321,7 @@ VERBS: dict[str, tuple[type[Any], Any, Handle, str]] = {
     "clip_grad_and_step": (wire.ClipGradAndStep, wire.Result[float], _plain("clip_grad_and_step", "max_grad_norm"), "Clip, step, zero, schedule."),
     "set_loss": (wire.SetLoss, _Nothing, _set_loss, "The loss, by a name of the list."),
     "set_optimizer": (wire.SetOptimizer, _Nothing, _set_optimizer, "A fresh optimizer."),
+    "adjust_optimizer": (wire.AdjustOptimizer, _Nothing, _adjust_optimizer, "Other settings for the optimizer that is there; its state stays."),
     "set_lr_scheduler": (wire.SetLrScheduler, _Nothing, _set_lr_scheduler, "The learning-rate schedule."),
     "set_template": (wire.SetTemplate, _Nothing, _set_template, "How conversations are encoded."),
     "set_processor": (wire.SetProcessor, _Nothing, _set_processor, "The collator, by a name of the list."),

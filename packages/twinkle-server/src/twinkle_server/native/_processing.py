@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
@@ -10,11 +12,15 @@ from twinkle_client import types as wire
 from ..http._auth import Caller, get_service
 from ..http._json import StrictRoute
 from ._answers import id_of_key
+from ._examples import with_example
 
 processing_router = APIRouter(route_class=StrictRoute, tags=["processor"])
 
 
-@processing_router.post("/create", responses={410: {"model": wire.ErrorBody, "description": "An iterator's end"}})
+_END: dict[int | str, dict[str, Any]] = {410: {"model": wire.ErrorBody, "description": "An iterator's end"}}
+
+
+@processing_router.post("/create", responses=_END, openapi_extra=with_example("create_processor"))
 async def create_processor(request: Request, caller: Caller, body: wire.CreateProcessor) -> wire.ProcessorCreated:
     """Makes a dataset, a loader or a template, by a class of the list."""
     service = get_service(request)
@@ -22,7 +28,7 @@ async def create_processor(request: Request, caller: Caller, body: wire.CreatePr
     return wire.ProcessorCreated(processor_id=made)
 
 
-@processing_router.post("/call", response_model=wire.Result[object], responses={410: {"model": wire.ErrorBody, "description": "An iterator's end"}})
+@processing_router.post("/call", response_model=wire.Result[object], responses=_END, openapi_extra=with_example("call_processor"))
 async def call_processor(request: Request, caller: Caller, body: wire.CallProcessor) -> Response:
     """Calls a function of the list; 410 at an iterator's end. With an Idempotency-Key the same call is done once while the object lives."""
     service = get_service(request)

@@ -26,6 +26,7 @@ from ..http._json import StrictRoute, parse_json
 from ..store import Sampler
 from ._answers import answer_call
 from ._convert import record_json, record_of
+from ._examples import with_example
 from ._models import ModelName, find_weights, session_of, template_options
 from ._streams import backend_of, pieces, register_streams
 
@@ -50,12 +51,14 @@ def samplers_router(service: Service, prefix: str) -> APIRouter:
             responses={202: {"model": wire.Future, "description": "With `Prefer: respond-async`: not finished yet"}},
             name=f"sampler_{verb}",
             description=text,
+            openapi_extra=with_example(f"sampler_{verb}"),
         )
     router.add_api_route(
         f"/sampler/{{model:path}}{prefix}/sample_stream",
         _sample_stream,
         methods=["POST"],
         name="sampler_sample_stream",
+        openapi_extra=with_example("sampler_sample_stream"),
         response_class=StreamingResponse,
         responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}, "description": "Lines, each a SampleChunk"}},
     )

@@ -17,11 +17,12 @@ from starlette.requests import ClientDisconnect
 from twinkle_client import types as wire
 
 from .._errors import BadRequest, Busy, Conflict, Invalid, TooLarge, TooSlow
-from .._paths import check_name, parse_checkpoint_id
+from .._paths import parse_checkpoint_id
 from .._service import Service
 from .._transfer import check_adapter, extract_adapter, tar_of, tar_size
 from ..http._auth import Caller, get_service, request_id
 from ..http._json import StrictRoute
+from ..store import Checkpoint
 from ._control import CheckpointId, RunId, checkpoint_of
 
 transfer_router = APIRouter(route_class=StrictRoute, tags=["control"])
@@ -78,15 +79,19 @@ async def upload_checkpoint(
 ) -> wire.Checkpoint:
     """Makes a checkpoint, to load and to sample from, of a tar with adapter/adapter_config.json and adapter/adapter_model.safetensors.
 
-    With `Content-Digest: sha-256=:BASE64:` (RFC 9530) nothing is kept of a body that has another SHA-256.
+    With `Content-Digest: sha-256=:BASE64:` (RFC 9530) nothing is kept of a body that has another SHA-256, and a body that is sent again, since the
+    answer was lost, is answered with the checkpoint that the first one made.
     """
     service = get_service(request)
     run = await service.io(service.runs.own, caller, run_id)
-    check_name(name)
     kind = "sampler_weights" if sampler else "weights"
-    if await service.io(service.store.find_checkpoint, run.id, kind, name) is not None:
-        raise Conflict(f"there is a checkpoint {kind}/{name} of this run already")
     limit, wanted = service.config.limits.upload_bytes, _wanted_digest(request)
+
+    async def made_before() -> Checkpoint | None:
+        return await service.file_io(service.checkpoints.added, run, kind, name, None if wanted is None else wanted.hex())
+
+    if (before := await made_before()) is not None:
+        return checkpoint_of(before, run)
     with service.folders.scratch() as archive:
         digest = await _receive(service, caller.tenant, request.stream(), archive)
         if wanted is not None and digest != wanted:
@@ -97,7 +102,11 @@ async def upload_checkpoint(
             check_adapter(folder, run)
 
         await service.io(service.audit, caller, "upload_checkpoint", f"{run.id}/{kind}/{name}", request_id(request))
-        checkpoint = await service.file_io(service.checkpoints.add, run, kind, name, fill)
+        try:
+            checkpoint = await service.file_io(service.checkpoints.add, run, kind, name, fill, digest.hex())
+        except Conflict:  # the same body, whose client has left, may have come to its end meanwhile
+            if (checkpoint := await made_before()) is None:
+                raise
     return checkpoint_of(checkpoint, run)
 
 
