@@ -275,7 +275,7 @@ def test_files_that_are_cut_off_are_named(checkpoint: Any, build: Any, tmp_path:
     model.set_optimizer("adamw", lr=0.01)
     model.save_checkpoint(tmp_path / "state")
     for file in (".metadata", "__0_0.distcp", "generators-0.pt"):
-        with pytest.raises(CheckpointError, match="could not read"):
+        with pytest.raises(CheckpointError, match="is not what was written"):
             model.resume_from_checkpoint(cut(tmp_path / "state", file.strip("._"), file))
     model.resume_from_checkpoint(tmp_path / "state")
     model.close()
@@ -440,6 +440,8 @@ def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(
     shutil.copytree(tmp_path / "state", tmp_path / "cut")
     data = tmp_path / "cut" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    info = tmp_path / "cut" / "checkpoint.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"checksums": {}}))  # or it would be found out before anything is read
 
     def refused(words: str, names: tuple[str, ...] = ("", "a")) -> None:
         for name in names:

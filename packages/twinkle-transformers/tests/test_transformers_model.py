@@ -11,6 +11,7 @@ import torch
 from twinkle_data import InputFeature, InputProcessor, PackedFeature
 from twinkle_mesh import DeviceMesh
 from twinkle_train import ConfigError, InputError
+from twinkle_train.testing import conformance
 from twinkle_transformers import CheckpointError, LayoutError, ModelNotFoundError, TransformersModel, UnsupportedModelError
 
 
@@ -174,6 +175,10 @@ def test_torch_optimizers_by_class_go_on_bit_for_bit(kind: Any, checkpoint: Any,
     have = model.export_weights()
     assert all(np.array_equal(have[name], want[name]) for name in want)
     assert model.get_train_configs()["adapters"][""]["optimizer"]["name"] == kind.__name__.lower()
+
+
+def test_a_checkpoint_whose_bytes_changed_is_refused(checkpoint: Any, made: Any, tmp_path: Path) -> None:
+    conformance.check_changed_bytes(made(checkpoint("qwen2")), tmp_path / "state")
 
 
 def test_a_model_is_saved_whole_and_read_back_by_transformers(checkpoint: Any, made: Any, tmp_path: Path) -> None:

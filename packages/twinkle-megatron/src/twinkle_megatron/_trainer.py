@@ -29,6 +29,7 @@ from twinkle_train import (
     Row,
     TokenOutputs,
     TrainerBase,
+    check_files,
     check_same_trainer,
     init_process_group,
     read_adapter,
@@ -270,6 +271,7 @@ class MegatronTrainer(TrainerBase):
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
+        check_files(path, info, error_type=CheckpointError)
         # The optimizers are made anew next; `_read_checkpoint` ends it.
         self._begin_change(info.adapters, _HALF_LOADED)
 

@@ -2,7 +2,7 @@
 
 from ._adapter_files import AdapterSource, check_adapter_matrices, draw_lora_a, merge_adapter, peft_name, read_adapter, save_adapter
 from ._advantages import GRPOAdvantage, group_advantages
-from ._checkpoint_writer import CheckpointWriter, check_same_trainer, generators_path, read_checkpoint_pieces, read_generators
+from ._checkpoint_writer import CheckpointWriter, check_files, check_same_trainer, generators_path, read_checkpoint_pieces, read_generators
 from ._checkpoints import (
     AdapterProgress,
     CheckpointInfo,
@@ -96,6 +96,7 @@ __all__ = [
     "begin_checkpoint",
     "build_torch_optimizer",
     "check_adapter_matrices",
+    "check_files",
     "check_same_trainer",
     "collect_model_output",
     "combine_metrics",

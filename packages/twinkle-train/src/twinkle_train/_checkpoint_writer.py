@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ._checkpoints import CheckpointInfo, begin_checkpoint, publish_checkpoint, unfinished_path
+from ._checksums import changed_file, checksums_of
 from ._errors import CheckpointError
 from ._pieces import Piece
 from ._torch_dist import Box, finish, read_pieces, share_out, write_pieces
@@ -157,21 +158,26 @@ class CheckpointWriter:
     ) -> str | None:
         rank, folder = dist.get_rank(), unfinished_path(target)
         results: list[Any] = []
+        sums: dict[str, str] = {}
         failure: str | None = None
         try:
             results = write_pieces(folder, rank, pieces)
             torch.save(dict(generators), generators_path(folder, rank))
+            names = {str(result.storage_data.relative_path) for result in results} | {generators_path(folder, rank).name}
+            sums = checksums_of(folder, sorted(names))
         except Exception as error:  # told to the other ranks; a full disk is an OSError or a RuntimeError of torch
             failure = _message(target, rank, error)
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (results, failure), group=self._group)
-        failure = next((each for _, each in gathered if each is not None), None)
+        dist.all_gather_object(gathered, (results, sums, failure), group=self._group)
+        failure = next((each for _, _, each in gathered if each is not None), None)
         if failure is None and rank == 0:
             try:
-                finish(folder, boxes_of_ranks, [each for each, _ in gathered])
+                finish(folder, boxes_of_ranks, [each for each, _, _ in gathered])
                 if self._add_files is not None:
                     self._add_files(folder)
-                publish_checkpoint(target, info.to_json())
+                all_sums = {name: value for _, each, _ in gathered for name, value in each.items()}
+                all_sums |= checksums_of(folder, sorted({file.name for file in folder.iterdir()} - all_sums.keys()))
+                publish_checkpoint(target, replace(info, checksums=all_sums).to_json())
             except Exception as error:  # told to the other ranks
                 failure = _message(target, rank, error)
         return _any_failure(failure, self._group)
@@ -234,6 +240,18 @@ def _as_written(piece: Piece, renamed: Mapping[str, str]) -> Piece:
         if found and (not before or before.endswith(".")):  # an optimizer's states have their own name before it
             return replace(piece, key=f"{before}adapters.{written}.{after}")
     return piece
+
+
+def check_files(path: Path, info: CheckpointInfo, group: Any = None, *, error_type: type[CheckpointError] = CheckpointError) -> None:
+    """Compares all files of a checkpoint with their checksums, each rank some of them. Collective.
+
+    Raises:
+        CheckpointError: a file is missing or has changed; on every rank, as `error_type`.
+    """
+    names = sorted(info.checksums)[dist.get_rank(group) :: dist.get_world_size(group)]
+    failure = _any_failure(changed_file(path, {name: info.checksums[name] for name in names}), group)
+    if failure is not None:
+        raise error_type(failure)
 
 
 def check_same_trainer(path: Path, info: CheckpointInfo, entries: Mapping[str, Any], *, error_type: type[CheckpointError] = CheckpointError) -> None:

@@ -58,6 +58,7 @@ class CheckpointInfo:
 
     step: optimizer steps of the base model, or of the one adapter that was written.
     adapters: by name. user_state: what the caller of save_checkpoint gave. engine: the engine's own entries.
+    checksums: of the files, by name; empty in a checkpoint of an earlier version.
     renamed: adapters that are read under another name than they were written under: that name, by the one here. Of a reading, not in the file.
     """
 
@@ -65,6 +66,7 @@ class CheckpointInfo:
     adapters: Mapping[str, AdapterProgress]
     user_state: Mapping[str, Any]
     engine: Mapping[str, Any]
+    checksums: Mapping[str, str] = field(default_factory=dict[str, str])
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def to_json(self) -> str:
@@ -97,7 +99,13 @@ class CheckpointInfo:
             )
             for name, each in content["adapters"].items()
         }
-        return cls(step=content["step"], adapters=adapters, user_state=content["user_state"], engine=content["engine"])
+        return cls(
+            step=content["step"],
+            adapters=adapters,
+            user_state=content["user_state"],
+            engine=content["engine"],
+            checksums=content.get("checksums", {}),
+        )
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:

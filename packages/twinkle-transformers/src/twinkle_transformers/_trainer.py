@@ -31,6 +31,7 @@ from twinkle_train import (
     ReduceGroups,
     TokenOutputs,
     TrainerBase,
+    check_files,
     check_same_trainer,
     init_process_group,
     read_adapter,
@@ -371,6 +372,7 @@ class TransformersTrainer(TrainerBase):
 
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
+        check_files(path, info, error_type=CheckpointError)
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         # Of one adapter among others none: dropout of the others must not jump back.

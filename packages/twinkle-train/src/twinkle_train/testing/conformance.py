@@ -10,8 +10,10 @@ with equal weights, and without gradients. Checks set the loss and the optimizer
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from twinkle_data import InputFeature
 
 from .._contract import TrainModel
-from .._errors import CallOrderError
+from .._errors import CallOrderError, CheckpointError
 from .._loss import LossInput
 from .._metrics import AnyMetric, MaxMetric, Metric
 from ._compare import FP32, Tolerance, compare_numbers, compare_tensors, largest
@@ -34,6 +36,7 @@ __all__ = [
     "check_added_metric",
     "check_adjusted_optimizer",
     "check_call_order",
+    "check_changed_bytes",
     "check_clipping",
     "check_distributions",
     "check_first_ratio_is_one",
@@ -513,6 +516,46 @@ def check_resume(trainer: TrainModel, path: str | os.PathLike[str], rows: Rows, 
     if trainer.resume_from_checkpoint(start):
         raise AssertionError("a checkpoint without user_state gave some")
     _clear(trainer)
+
+
+def check_changed_bytes(trainer: TrainModel, path: str | os.PathLike[str]) -> None:
+    """A training checkpoint in which one bit of a weight has changed is refused, and changes nothing. For trainers of one rank.
+
+    path: a folder that does not exist.
+    """
+    trainer.save_checkpoint(path)
+    before = trainer.export_weights()
+    file, at = _place_of_a_weight(Path(path), before)
+    written = file.read_bytes()
+    file.write_bytes(written[:at] + bytes([written[at] ^ 0x40]) + written[at + 1 :])
+    try:
+        trainer.resume_from_checkpoint(path)
+    except CheckpointError as error:
+        if file.name not in str(error):
+            raise AssertionError(f"the error names another file than {file.name}: {error}") from error
+    else:
+        raise AssertionError("a checkpoint of which a bit has changed was read without an error")
+    compare_tensors("weights after a checkpoint that was refused", trainer.export_weights(), before, rtol=0, atol=0)
+    info = Path(path) / "checkpoint.json"
+    text = info.read_text(encoding="utf-8")
+    info.write_text(json.dumps(json.loads(text) | {"checksums": {}}), encoding="utf-8")  # as earlier versions wrote it
+    trainer.resume_from_checkpoint(path)
+    if all(np.array_equal(weight, before[name]) for name, weight in trainer.export_weights().items()):
+        raise AssertionError("the changed bit is in no weight: this check proves nothing")
+    info.write_text(text, encoding="utf-8")
+    file.write_bytes(written)
+    trainer.resume_from_checkpoint(path)
+    compare_tensors("weights of the checkpoint as it was written", trainer.export_weights(), before, rtol=0, atol=0)
+
+
+def _place_of_a_weight(folder: Path, weights: Mapping[str, NDArray[np.float32]]) -> tuple[Path, int]:
+    """A file, and where in it the highest byte of some weight's third number is."""
+    for file in sorted(folder.glob("*.distcp")):
+        content = file.read_bytes()
+        for weight in weights.values():
+            if weight.size >= 16 and (at := content.find(weight.tobytes()[:64])) >= 0:
+                return file, at + 11
+    raise AssertionError(f"no weight is written as it is in {folder}")
 
 
 def run_all(
