@@ -44,6 +44,7 @@ def main(folder: Path) -> None:
                         "logprob_gap": row["sampler_logprob_gap"],
                         "ratio_gap": row["ratio_max_deviation"],
                         "importance": [row["importance_min"], row["importance_mean"], row["importance_max"]],
+                        "checked": loop.checks.logprob_gap,
                         "next_batch": state["loader"] != loop._loader.state_dict(),
                     }
                 ),

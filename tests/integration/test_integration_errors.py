@@ -135,7 +135,9 @@ def test_leaving_out_a_sync_fails_the_checks_that_a_sync_passes_and_a_step_ahead
     first, *ahead, last = [json.loads(line) for line in done.output.splitlines() if line.startswith('{"ahead"')]
     assert (first["behind"], first["next_batch"], last["next_batch"]) == (0, True, False)
     assert max(abs(weight - 1) for weight in first["importance"]) <= 2e-4
+    assert 0 < first["checked"] <= 1e-4
     for row in (*ahead, last):
+        assert row["checked"] == first["checked"]  # later tokens are of other weights than those that train on them
         assert (row["behind"], row["spread"]) == (1, 1)  # one version older, all of one version
         assert row["logprob_gap"] > 1e-4
         assert row["ratio_gap"] <= 2e-4  # of the loss, which begins at the trainer's own

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 class Checks:
     """What must hold in every step of an fp32 run; worst values over the run, shown in its summary."""
 
-    logprob_gap: float = 0.0
-    """Largest |sampler - trainer| log-probability of a sampled token, right after a sync."""
+    logprob_gap: float | None = None
+    """Largest |sampler - trainer| log-probability of a sampled token that the same weights produced; None where there was none yet."""
     fewest_tokens: int | None = None
     """Fewest tokens that one sync was checked over."""
     ratio_gap_trainer: float | None = None
     """Largest |first PPO ratio - 1| with the old log-probabilities recomputed by the trainer; None where they are the sampler's."""
-    ratio_gap_sampler: float = 0.0
-    """The same with the sampler's log-probabilities."""
+    ratio_gap_sampler: float | None = None
+    """The same with the sampler's log-probabilities, of the same tokens as `logprob_gap`."""
     kl_by_step: list[float] = field(default_factory=list)
     """KL to the frozen initial policy, step by step."""
 
@@ -126,6 +126,8 @@ class GRPOLoop:
             the figures of the step, the features it trained on, and their rewards.
         """
         config, clock = self.config, _Clock()
+        # Ahead, the first rollout only, also after a resumption, is of the weights that train on it.
+        same_weights = not config.async_steps or not self._queue
         problems, responses = self._sample_ahead(clock) if config.async_steps else self._sample(sync, clock)
         rewards = self._task.reward(problems, responses)
         sampled = [sequence.new_input_feature for response in responses for sequence in response.sequences]
@@ -133,7 +135,7 @@ class GRPOLoop:
         clock.lap("reward_s")
         features, row = self._with_logprobs(sampled, advantages)
         row |= train_step(self._actor, features, config)
-        self._note_first_ratio(row)
+        self._note_first_ratio(row, same_weights)
         clock.lap("train_s")
         self._steps += 1
         tokens = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
@@ -160,7 +162,7 @@ class GRPOLoop:
 
     def _sample_ahead(self, clock: _Clock) -> tuple[list[Trajectory], list[SampleResponse]]:
         """The oldest rollout that is under way; the sampler goes on with the newest weights while the actor trains on it."""
-        begins = not self._queue  # the first step, and the first one after a resumption
+        begins = not self._queue
         if begins:
             self._weights.sync_weights()
             self._submit()
@@ -249,16 +251,15 @@ class GRPOLoop:
         count = sum(int(np.count_nonzero(feature.completion_mask)) for feature in sampled if feature.completion_mask is not None)
         self.checks.fewest_tokens = min(count, self.checks.fewest_tokens or count)
 
-    def _note_first_ratio(self, row: dict[str, Any]) -> None:
+    def _note_first_ratio(self, row: dict[str, Any], same_weights: bool) -> None:
         checks = self.checks
         if self.config.old_logprobs == "trainer":
             checks.ratio_gap_trainer = max(checks.ratio_gap_trainer or 0.0, row["ratio_max_deviation"])
         else:
             row |= {"sampler_logprob_gap": row["logprob_gap"], "sampler_ratio_gap": row["ratio_max_deviation"]}
-        if self.config.async_steps:
-            return  # the sampler had older weights, as it should
-        checks.logprob_gap = max(checks.logprob_gap, row["sampler_logprob_gap"])
-        checks.ratio_gap_sampler = max(checks.ratio_gap_sampler, row["sampler_ratio_gap"])
+        if same_weights:
+            checks.logprob_gap = max(checks.logprob_gap or 0.0, row["sampler_logprob_gap"])
+            checks.ratio_gap_sampler = max(checks.ratio_gap_sampler or 0.0, row["sampler_ratio_gap"])
 
 
 def sampling_seed(seed: int, step: int, *, evaluation: bool = False) -> int:
