@@ -173,6 +173,26 @@ def test_a_delta_follows_a_full_transfer_after_anything_else():
     assert manager.sync_weights("delta").mode == "full"  # another sampler
 
 
+def test_a_delta_of_one_manager_is_not_applied_to_what_another_has_sent():
+    """Their versions are equal; what the receiver keeps is not what the first one's sender keeps."""
+    one, other, sink = Source(some_weights(0)), Source(some_weights(1)), Sink()
+    first, second = (CheckpointEngineManager(model=source, sampler=sink) for source in (one, other))
+    assert [first.sync_weights("delta").mode, second.sync_weights("delta").mode] == ["full", "full"]
+    assert first.version == second.version
+    assert first.sync_weights("delta").mode == "full"
+    assert same_bits(sink.weights, one.weights)
+
+
+def test_a_setting_that_cannot_work_is_refused_before_a_sampler_loses_its_weights():
+    wrong: Any = (({"bucket_size_bytes": 0}, "bucket_size_bytes is 0"), ({"dtype": "bf17"}, "'bf17' is not a dtype"))
+    for settings, message in wrong:
+        with pytest.raises((ChannelMisuse, TensorNotSupported), match=message):
+            CheckpointEngineManager(model=Source(some_weights()), sampler=Sink(), **settings)
+    module: Any = torch.nn.Linear(1, 1)
+    with pytest.raises(ChannelMisuse, match=r"Linear cannot take part .* wrap a module or a state dict: model=StateDict\("):
+        CheckpointEngineManager(model=module, sampler=Sink())
+
+
 def test_a_delta_that_does_not_give_the_senders_tensor_is_noticed():
     sender, receiver = Kept(), Kept()
     old, new = some_weights(0), some_weights(0)

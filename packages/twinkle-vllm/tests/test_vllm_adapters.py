@@ -140,6 +140,10 @@ def test_a_failed_load_is_an_error_and_the_old_adapter_stays(kit, lora, models, 
         "base_model.model.model.layers.0.mlp.router.lora_B.weight": torch.ones(3, 4),
     }
     on_the_head = {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64), "base_model.model.lm_head.lora_B.weight": torch.ones(300, 4)}
+
+    def renamed(old, new):
+        return {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
     damaged = tmp_path / "damaged"
     written(damaged, tensors)
     (damaged / "adapter_model.safetensors").write_bytes(b"not this")
@@ -152,6 +156,13 @@ def test_a_failed_load_is_an_error_and_the_old_adapter_stays(kit, lora, models, 
         (lambda: lora.load_adapter_tensors("it", {**CONFIG, "r": 64}, adapter_of_rank(tensors, 64)), "max_lora_rank|rank"),
         (lambda: lora.load_adapter_tensors("it", CONFIG, other_module), "router"),
         (lambda: lora.load_adapter_tensors("it", CONFIG, on_the_head), "lm_head"),
+        # vLLM takes these, and samples from the base model, from parts of the matrices, at another scale, or gives NaN to the whole batch.
+        (lambda: lora.load_adapter_tensors("it", CONFIG, renamed("layers.1.", "layers.7.")), r"layers\.7.*which the model does not have"),
+        (lambda: lora.load_adapter_tensors("it", CONFIG, renamed("model.layers", "foo.layers")), r"foo\.layers.*which the model does not have"),
+        (lambda: lora.load_adapter_tensors("it", CONFIG, {n: t[:, :32] if "lora_A" in n else t for n, t in tensors.items()}), r"maps 32 to \d+ .*64"),
+        (lambda: lora.load_adapter_tensors("it", CONFIG, {n: t[:16] if "lora_B" in n else t for n, t in tensors.items()}), r"maps \d+ to 16 "),
+        (lambda: lora.load_adapter_tensors("it", {**CONFIG, "r": 8}, tensors), "rank 4, and its configuration says 8"),
+        (lambda: lora.load_adapter_tensors("it", CONFIG, {n: t * float("nan") for n, t in tensors.items()}), "not finite"),
     ):
         with pytest.raises(AdapterRefused, match=message):
             load()

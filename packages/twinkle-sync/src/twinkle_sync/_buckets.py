@@ -78,6 +78,12 @@ class _OpenBucket:
         return bucket
 
 
+def check_bucket_size(size_bytes: int) -> None:
+    """ChannelMisuse for buckets that could hold nothing."""
+    if size_bytes < _ALIGNMENT:
+        raise ChannelMisuse(f"bucket_size_bytes is {size_bytes}; it must be at least {_ALIGNMENT}")
+
+
 def pack(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_size_bytes: int, ledger: Ledger, *, verify: bool = True, device: str = "cpu"
 ) -> Iterator[Bucket]:
@@ -86,8 +92,7 @@ def pack(
     A tensor that fits a bucket lies whole in one; a larger one fills as many as it needs. The receiver may keep views of a bucket; the memory of one
     that it has let go of is used for a later one.
     """
-    if bucket_size_bytes < _ALIGNMENT:
-        raise ChannelMisuse(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {_ALIGNMENT}")
+    check_bucket_size(bucket_size_bytes)
     bucket = _OpenBucket(bucket_size_bytes, Buffers(device))
     for name, tensor in tensors:
         spec = TensorSpec.of(name, tensor)

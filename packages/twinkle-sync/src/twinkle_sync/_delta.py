@@ -15,7 +15,10 @@ Named = tuple[str, torch.Tensor]
 
 
 class Kept:
-    """The tensors of the last transfer, on the CPU, on both sides. version: 0 when there are none that can be built on."""
+    """The tensors of the last transfer, on the CPU, on both sides.
+
+    version: the number of that transfer (`TransferPlan.keep`); 0 when there are none that can be built on.
+    """
 
     def __init__(self) -> None:
         self.version = 0

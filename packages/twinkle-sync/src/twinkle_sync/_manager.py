@@ -1,5 +1,6 @@
 """The driver's side: one object that keeps a sampler's weights equal to a trainer's."""
 
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -8,11 +9,13 @@ from typing import Any, cast
 
 from twinkle_remote import LazyResult, gather
 
+from ._buckets import check_bucket_size
 from ._errors import ChannelMisuse, PeerFailed, TransferCorrupted
 from ._ledger import TransferReceipt
 from ._plan import SyncMode, TransferPlan, WorkerInfo
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
+from ._spec import TensorSpec
 
 _GRACE_S = 10.0  # the workers' own deadlines fire first: they say more
 _SETTLE_S = 5.0  # after a failure, how long the other side gets to end too
@@ -73,7 +76,11 @@ class CheckpointEngineManager:
         ):
             if not all(hasattr(value, method) for method in methods):
                 mixin = "WeightSender" if argument == "model" else "WeightReceiver"
-                raise ChannelMisuse(f"{argument}={type(value).__name__} cannot take part in a weight transfer: its class must inherit {mixin}")
+                wrap = ", or wrap a module or a state dict: model=StateDict(...)" if argument == "model" else ""
+                raise ChannelMisuse(f"{argument}={type(value).__name__} cannot take part in a weight transfer: its class must inherit {mixin}{wrap}")
+        check_bucket_size(bucket_size_bytes)
+        if dtype not in (None, "same"):
+            _ = TensorSpec("dtype", dtype, ()).torch_dtype  # raises for one that torch does not know
         if timeout_s <= 0:
             raise ChannelMisuse(f"timeout_s is {timeout_s}; it must be positive")
         if first_version < 1:
@@ -169,7 +176,7 @@ class CheckpointEngineManager:
             timeout_s=self._timeout_s,
             verify=self._verify,
             dtype=self._dtype,
-            keep=mode == "delta",
+            keep=1 + secrets.randbits(62) if mode == "delta" else 0,
             base_version=base,
             adapter_name=adapter_name,
             adapter_config=self._model.sent_adapter_config(adapter_name) if mode == "lora" else "",

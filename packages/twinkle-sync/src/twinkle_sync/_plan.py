@@ -15,8 +15,9 @@ class TransferPlan:
     """Everything that the two sides of one transfer must agree on.
 
     first_receiver: number of a component's rank 0 among all receivers, from 1 on (the sender is 0). dtype: what floating point tensors are sent
-    as; 'same': the receiver refuses others than its own; None: as they are. keep: both sides keep what was sent, so that a later transfer may be
-    a delta to it. base_version: what a delta is relative to; 0: everything is sent. adapter_name, adapter_config: of an adapter (peft's JSON)
+    as; 'same': the receiver refuses others than its own; None: as they are. keep: both sides keep what was sent under this number, which no other
+    transfer has (versions are a manager's own), so that a later transfer may be a delta to it; 0: they keep nothing. base_version: such a number,
+    what a delta is relative to; 0: everything is sent. adapter_name, adapter_config: of an adapter (peft's JSON)
     that is sent in place of the weights. merge: the weights are sent with that adapter merged into them.
     """
 
@@ -29,7 +30,7 @@ class TransferPlan:
     verify: bool
     first_receiver: int = 1
     dtype: str | None = None
-    keep: bool = False
+    keep: int = 0
     base_version: int = 0
     adapter_name: str = ""
     adapter_config: str = ""

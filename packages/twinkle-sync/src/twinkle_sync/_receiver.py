@@ -65,7 +65,7 @@ class WeightReceiver:
 
     @remote_function(dispatch="all", collect="none", lazy_collect=False)
     def kept_version_received(self) -> int:
-        """The version that a delta could be relative to; 0 for none."""
+        """The number of the transfer that a delta could be relative to; 0 for none."""
         return 0 if self._received_kept is None or self._weights_fault is not None else self._received_kept.version
 
     @remote_function(dispatch="all", collect="none", lazy_collect=False)
@@ -116,10 +116,10 @@ class WeightReceiver:
             return incoming
         kept = self._received_kept = self._received_kept or Kept()
         if not plan.base_version:
-            return kept.recording(incoming, plan.version)
+            return kept.recording(incoming, plan.keep)
         if kept.version != plan.base_version:
-            raise TransferCorrupted(f"a delta to version {plan.base_version} came, but this receiver holds version {kept.version}")
-        return kept.applied(incoming, plan.version)
+            raise TransferCorrupted(f"version {plan.version} came as a delta to weights that this receiver does not keep")
+        return kept.applied(incoming, plan.keep)
 
     def _receipt_of(self, incoming: Incoming) -> TransferReceipt:
         if incoming.receipt is None:

@@ -76,7 +76,7 @@ class WeightSender:
 
     @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
     def kept_version_sent(self) -> int:
-        """The version that a delta could be relative to; 0 for none."""
+        """The number of the transfer that a delta could be relative to; 0 for none."""
         return 0 if self._sent_kept is None else self._sent_kept.version
 
     @remote_function(dispatch="all", collect="none")
@@ -117,7 +117,7 @@ class WeightSender:
             sent = ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in sent)
         if plan.keep:
             self._sent_kept = kept = self._sent_kept or Kept()
-            sent = kept.changes(sent, plan.version) if plan.base_version else kept.recording(sent, plan.version)
+            sent = kept.changes(sent, plan.keep) if plan.base_version else kept.recording(sent, plan.keep)
         else:
             self._sent_kept = None
         return outgoing(sent, specs=lambda: _converted(self._specs(), plan.dtype), **sizes)

@@ -36,8 +36,9 @@ class Adapters:
     one state of an adapter are not taken for those of another.
     """
 
-    def __init__(self, engine: "LLM") -> None:
+    def __init__(self, engine: "LLM", weight_shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._engine = engine
+        self._weight_shapes = weight_shapes  # of the model's folder
         self._loaded: dict[str, Adapter] = {}
         self._numbers = itertools.count(1)
 
@@ -69,7 +70,7 @@ class Adapters:
             raise AdapterRefused(
                 f"adapter {name!r}: build the sampler with engine_args={{'enable_lora': True, 'max_lora_rank': ...}} to load adapters"
             )
-        _check(name, config, tensors, settings.target_modules)
+        _check(name, config, tensors, settings.target_modules, self._weight_shapes)
         files = _written(config, tensors)
         number = next(self._numbers)
         request = LoRARequest(f"{name}#{number}", number, files.name)
@@ -77,6 +78,9 @@ class Adapters:
         try:
             if not engine.add_lora(request) or number not in engine.list_loras():
                 raise AdapterRefused("vLLM did not take it")
+            # vLLM 0.32 leaves out what it has no module for, and samples from the model without it.
+            if unused := self._engine.collective_rpc(_unused_modules, args=(number,))[0]:
+                raise AdapterRefused(f"it changes {unused[0]}, which the model does not have ({len(unused)} such modules)")
         except Exception as error:  # of whatever type vLLM finds the adapter wrong with
             with suppress(Exception):  # it may not have got so far as to have it; the first error is the one to tell
                 engine.remove_lora(number)
@@ -125,8 +129,24 @@ def read_adapter(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tens
         raise AdapterRefused(f"the adapter in {folder} cannot be read: {error}") from error
 
 
-def _check(name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], targets: Collection[str] | None) -> None:
-    """What vLLM would take without an adapter being the result. targets: last parts of the names of layers that adapters may change."""
+def _unused_modules(worker: Any, number: int) -> list[str]:
+    """Runs in vLLM's worker: what an adapter changes and the model does not have. (Experts have names of their own there.)"""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    loras = manager.list_adapters()[number].loras
+    return sorted(module for module in loras if module not in manager.modules and "experts" not in module)
+
+
+def _check(
+    name: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    targets: Collection[str] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """What vLLM would take without the adapter being the result.
+
+    targets: last parts of the names of layers that adapters may change. shapes: of the model's own tensors, where names are equal.
+    """
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
         raise AdapterRefused(f"adapter {name!r}: its configuration has no rank 'r'")
@@ -143,6 +163,15 @@ def _check(name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Ten
             raise AdapterRefused(f"adapter {name!r}: {module} needs lora_A.weight and lora_B.weight, and has one of them")
         if first.shape[0] != second.shape[-1]:
             raise AdapterRefused(f"adapter {name!r}: {module} has matrices of shapes {tuple(first.shape)} and {tuple(second.shape)}")
+        if not config.get("rank_pattern") and first.shape[0] != rank:
+            raise AdapterRefused(f"adapter {name!r}: {module} has rank {first.shape[0]}, and its configuration says {rank}")
+        wanted = shapes.get(module.removeprefix("base_model.model.") + ".weight")
+        if wanted is not None and (second.shape[0], first.shape[-1]) != wanted:
+            raise AdapterRefused(
+                f"adapter {name!r}: {module} maps {first.shape[-1]} to {second.shape[0]} numbers, and in this model {wanted[-1]} to {wanted[0]}"
+            )
+        if not (first.isfinite().all() and second.isfinite().all()):
+            raise AdapterRefused(f"adapter {name!r}: {module} has numbers that are not finite")
 
 
 def _written(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "TemporaryDirectory[str]":

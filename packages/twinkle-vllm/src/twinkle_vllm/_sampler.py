@@ -110,7 +110,7 @@ class vLLMSampler(WeightReceiver):
                 self._files, engine_args or {}, device_type=device_type, rank=self._rank, logprobs_at_temperature=logprobs_at_temperature
             )
         self._max_model_len = self._engine.llm_engine.model_config.max_model_len
-        self._adapters = Adapters(self._engine)
+        self._adapters = Adapters(self._engine, self._weight_shapes)
         self._loop = EngineLoop(self._engine)
         self._jobs: dict[str, _Job] = {}  # submitted and not collected
         self._numbers = itertools.count()
