@@ -1,6 +1,8 @@
 """The manager with trainer and sampler in one process."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,6 +72,34 @@ def test_a_resumed_run_counts_versions_on():
     assert [manager.sync_weights().version for _ in range(2)] == [8, 9]
     with pytest.raises(ChannelMisuse, match="first_version is 0"):
         CheckpointEngineManager(model=Trainer(), sampler=Sampler(), first_version=0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fail", [False, True])
+def test_who_asks_while_another_thread_loads_hears_how_it_ended(fail):
+    class Slow(Sampler):
+        def load_weights(self, tensors, version) -> None:
+            asking.submit(self.weight_version).add_done_callback(done.append)
+            time.sleep(0.2)
+            early.extend(done)
+            super().load_weights(tensors, version)
+
+    early: list[Future[int]] = []
+    done: list[Future[int]] = []
+    sampler = Slow()
+    sampler.fail = fail
+    with ThreadPoolExecutor(1) as asking:
+        if fail:
+            with pytest.raises(ArithmeticError):
+                CheckpointEngineManager(model=Trainer(), sampler=sampler).sync_weights()
+        else:
+            CheckpointEngineManager(model=Trainer(), sampler=sampler).sync_weights()
+    assert early == []  # it waited
+    if fail:
+        with pytest.raises(WeightsUnavailable, match="the loader failed"):
+            done[0].result()
+    else:
+        assert done[0].result() == 1
 
 
 def test_weights_arrive_and_versions_count_up():

@@ -7,7 +7,7 @@ import pytest
 
 from twinkle_remote import remote_class
 from twinkle_sync import CheckpointEngineManager, WeightSender, WeightsUnavailable
-from twinkle_vllm import EngineFailed, PromptError, SamplerError, SamplerPaused, StaleRequest
+from twinkle_vllm import EngineFailed, PromptError, SamplerError, SamplerPaused, SamplingOptionError, StaleRequest
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
 
@@ -52,6 +52,9 @@ def test_responses_come_as_they_finish_each_once(sampler, prompts):
     with pytest.raises(PromptError, match=r"inputs\[2\] has 64 tokens"):
         by_id[ids[2]].raise_for_error()
     assert sampler.collect(ids) == sampler.collect() == []
+    for one in (sampler.collect, sampler.abort, sampler.peek):
+        with pytest.raises(SamplingOptionError, match="put it into a list"):
+            one(ids[0])
 
 
 def test_an_aborted_request_gives_what_it_has_and_can_be_sampled_on_from(kit, sampler, models, prompts):
@@ -147,6 +150,16 @@ def test_a_failed_update_ends_what_runs_with_the_error(kit, sampler, models, pro
             response.raise_for_error()
     with pytest.raises(WeightsUnavailable):
         sampler.submit(prompts)
+
+
+def test_a_request_that_was_checked_before_an_update_that_fails_is_not_served_by_what_it_leaves(kit, sampler, models, prompts):
+    requests = [job.request for job in sampler._begin(prompts[:1], LONG, None, "")]
+    tensors = kit.tensors_of(models["new"][1])
+    with pytest.raises(ZeroDivisionError):
+        CheckpointEngineManager(model=Source([*tensors[:5], ZeroDivisionError()]), sampler=sampler).sync_weights()
+    sampler._loop.submit(requests)
+    with pytest.raises(WeightsUnavailable, match="failed"):
+        requests[0].ended.result(60)
 
 
 def test_an_engine_that_raises_fails_its_requests_and_serves_the_next(sampler, prompts, monkeypatch):

@@ -93,8 +93,10 @@ def test_a_stream_comes_in_parts_that_make_the_whole(client, sampler, prompts):
     assert [part.choices[0].finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
     assert parts[-1].choices[0].model_extra["token_ids"] == whole.model_extra["token_ids"]
     messages: Any = [{"role": "user", "content": "What ?"}]
-    chat = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=5, stream=True)
+    with_usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    *chat, last = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=5, **with_usage)
     assert "".join(part.choices[0].delta.content or "" for part in chat) != ""
+    assert (last.choices, last.usage.completion_tokens) == ([], len(chat[-1].choices[0].model_extra["token_ids"]))
 
 
 def test_what_is_wrong_is_an_error_of_the_right_kind_that_names_it(client, server):
@@ -114,6 +116,12 @@ def test_what_is_wrong_is_an_error_of_the_right_kind_that_names_it(client, serve
         chat(model="tiny", messages=messages, top_p=0.5, logprobs=True)
     with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
         chat(model="tiny", messages=messages, frequency_penalty=0.5)
+    with pytest.raises(openai.BadRequestError, match="prompt is empty"):
+        client.completions.create(model="tiny", prompt=[])
+    with pytest.raises(openai.BadRequestError, match="seed is -1"):
+        chat(model="tiny", messages=messages, seed=-1)
+    with pytest.raises(openai.BadRequestError, match="token id"):
+        client.completions.create(model="tiny", prompt=[2**70])
     request = urllib.request.Request(server.base_url + "/completions", b"not json", {"Authorization": "Bearer secret"})
     with pytest.raises(urllib.error.HTTPError) as failed:
         urllib.request.urlopen(request)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twinkle_data import InputFeature, SampleResponse, SamplingParams
-from twinkle_vllm import AdapterNotLoaded, PromptError, SamplingOptionError
+from twinkle_vllm import AdapterNotLoaded, EngineFailed, PromptError, SamplingOptionError
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
 
@@ -16,9 +16,9 @@ GREEDY = {"temperature": 0, "max_tokens": 4}
 
 
 def test_what_is_wrong_with_a_request_is_its_responses_error_and_the_rest_is_served(sampler, prompts):
-    inputs = [prompts[0], [5] * 64, [], 7, prompts[1], [10**6, 5], [{"rolle": "user", "content": "x"}], [-3, 4]]
+    inputs = [prompts[0], [5] * 64, [], 7, prompts[1], [10**6, 5], [{"rolle": "user", "content": "x"}], [-3, 4], [2**70]]
     responses = list(sampler.sample(inputs, GREEDY))
-    assert [response.error is None for response in responses] == [True, False, False, False, True, False, False, False]
+    assert [response.error is None for response in responses] == [True, False, False, False, True, *[False] * 4]
     for index, (kind, message) in {
         1: (PromptError, r"inputs\[1\] has 64 tokens and max_model_len is 64"),
         2: (PromptError, r"inputs\[2\] is an empty list"),
@@ -26,6 +26,7 @@ def test_what_is_wrong_with_a_request_is_its_responses_error_and_the_rest_is_ser
         5: (SamplingOptionError, r"inputs\[5\]: vLLM refuses the request: .*1000000"),
         6: (PromptError, r"inputs\[6\]: .*role"),
         7: (PromptError, r"inputs\[7\] holds the negative token id -3"),
+        8: (PromptError, r"inputs\[8\] holds the token id 1180591620717411303424"),
     }.items():
         assert responses[index].sequences == []
         with pytest.raises(kind, match=message):
@@ -45,9 +46,11 @@ def test_each_request_has_its_own_options_and_errors(sampler, prompts):
         {"max_tokens": 2, "stop": ["a"], "top_logprobs": 99},
         {"structured_output": {"regex": "("}, "logprobs": False},
         SamplingParams(temperature=0.7, max_tokens=6, seed=4),
+        {"seed": -1},
+        {"seed": 2**63},
     ]
-    responses = list(sampler.sample([prompts[0]] * 7, options))
-    assert [len(response.sequences) for response in responses] == [2, 0, 1, 0, 0, 0, 1]
+    responses = list(sampler.sample([prompts[0]] * 9, options))
+    assert [len(response.sequences) for response in responses] == [2, 0, 1, 0, 0, 0, 1, 0, 0]
     assert all(len(sequence.tokens) <= 3 for sequence in responses[0].sequences)
     assert responses[2].sequences[0].tokens == responses[6].sequences[0].tokens  # the same seed, taken as it is
     assert responses[2].sequences[0].new_input_feature.temperature == 0.7
@@ -56,10 +59,12 @@ def test_each_request_has_its_own_options_and_errors(sampler, prompts):
         3: r"inputs\[3\]: with top_p .*truncated distribution",
         4: r"top_logprobs is 99, and engine_args\['max_logprobs'\] allows 20",
         5: r"inputs\[5\]: ",
+        7: r"inputs\[7\]: seed is -1; it must be from 0",
+        8: r"inputs\[8\]: seed is 9223372036854775808",
     }.items():
         with pytest.raises(SamplingOptionError, match=message):
             responses[index].raise_for_error()
-    with pytest.raises(SamplingOptionError, match="there are 2 inputs but sampling_params for 7"):
+    with pytest.raises(SamplingOptionError, match="there are 2 inputs but sampling_params for 9"):
         sampler.sample(prompts[:2], options)
 
 
@@ -147,3 +152,15 @@ def test_several_turns_keep_their_logprobs_and_versions(kit, sampler, models, pr
     old_part, new_part = (kit.hf_logprobs(models[name][1], second.input_ids) for name in ("old", "new"))
     np.testing.assert_allclose(second.logprobs[size : len(first)], old_part[size : len(first)], atol=2e-5)
     np.testing.assert_allclose(second.logprobs[len(first) :], new_part[len(first) :], atol=2e-5)
+
+
+def test_weights_with_nan_are_an_error_of_each_request(kit, sampler, models, prompts):
+    tensors = dict(kit.tensors_of(models["old"][1]))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")
+    sampler.load_weights(tensors.items(), 0)
+    responses = list(sampler.sample(prompts[:2], {"max_tokens": 2, "num_samples": 2}))
+    for response in responses:
+        with pytest.raises(EngineFailed, match="not a finite number"):
+            response.raise_for_error()
+    with pytest.raises(EngineFailed, match="not a finite number"):
+        sampler.score(prompts[:2]).get()

@@ -12,7 +12,7 @@ import torch
 
 from twinkle_remote import remote_class
 from twinkle_sync import CheckpointEngineManager, CheckpointFolder, ShapesDiffer, WeightSender, WeightsUnavailable
-from twinkle_vllm import IncompleteWeights, _weights
+from twinkle_vllm import IncompleteWeights, SamplerError, _weights
 from twinkle_vllm.testing import logprob_error
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts the engine
@@ -106,6 +106,18 @@ def test_an_update_that_fails_is_refused_until_one_succeeds(kit, sampler, models
         sampler.sample(prompts)
     CheckpointEngineManager(model=Source(tensors), sampler=sampler).sync_weights()
     assert logprob_error(sampler, new, prompts) < 2e-5
+
+
+def test_a_head_of_its_own_is_refused_where_the_models_is_tied(kit, sampler, models, prompts):
+    _, new = models["new"]
+    tensors = kit.tensors_of(new)
+    embedding = dict(tensors)["model.embed_tokens.weight"]
+    CheckpointEngineManager(model=Source([*tensors, ("lm_head.weight", embedding)]), sampler=sampler).sync_weights()
+    assert logprob_error(sampler, new, prompts) < 2e-5
+    with pytest.raises(SamplerError, match="is not its embedding, and the sampler's model ties the two"):
+        CheckpointEngineManager(model=Source([*tensors, ("lm_head.weight", embedding + 1e-3)]), sampler=sampler).sync_weights()
+    with pytest.raises(WeightsUnavailable):
+        sampler.sample(prompts)
 
 
 def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, sampler, models, prompts, tmp_path):

@@ -16,10 +16,15 @@ class Deadline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ends_at", time.monotonic() + self.timeout_s)
 
+    @property
+    def left_s(self) -> float:
+        """Seconds left, 0 when it is over."""
+        return max(0.0, self._ends_at - time.monotonic())
+
     def remaining_s(self, waiting_for: str) -> float:
         """Seconds left for the wait that follows; TransferTimeout naming `waiting_for` when there are none."""
-        left = self._ends_at - time.monotonic()
-        if left <= 0:
+        left = self.left_s
+        if not left:
             raise self.expired(waiting_for)
         return left
 

@@ -1,6 +1,7 @@
 """The mixin that makes a sampler (or any remote class that takes weights) a receiver of transfers."""
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,13 @@ from ._spec import TensorSpec
 from ._transport import Transport, make_transport
 
 
+class _Loading:
+    """That a thread loads weights, and until when."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self.deadline, self.thread, self.ended = deadline, threading.get_ident(), threading.Event()
+
+
 class WeightReceiver:
     """Mixin for a `remote_class` that is a `WeightSink`: gives it the remote methods that `CheckpointEngineManager` calls.
 
@@ -31,6 +39,7 @@ class WeightReceiver:
     _receive_transport: Transport | None = None
     _receive_address: str = ""
     _weights_fault: str | None = None
+    _weights_loading: "_Loading | None" = None
     _received_kept: Kept | None = None
     loaded_version: int = 0
 
@@ -53,7 +62,10 @@ class WeightReceiver:
         return ()
 
     def require_weights(self) -> None:
-        """WeightsUnavailable while the weights are half-loaded."""
+        """WeightsUnavailable while the weights are half-loaded. While another thread of this process loads them, it waits for that to end."""
+        while (loading := self._weights_loading) is not None and loading.thread != threading.get_ident():
+            if not loading.ended.wait(loading.deadline.left_s):
+                break
         if self._weights_fault is not None:
             raise WeightsUnavailable(f"{self._weights_fault}; call sync_weights() until it succeeds before using this {type(self).__name__}")
 
@@ -93,6 +105,7 @@ class WeightReceiver:
             if specs is not None:
                 self._check_all(specs, expected, plan)
             self.prepare_for_weights(plan.version, deadline.remaining_s("the sampler to be ready for new weights"))
+            self._weights_loading = _Loading(deadline)
             self._weights_fault = f"loading weights version {plan.version} did not finish"
             try:
                 self.load_weights(self._checked(self._whole(incoming, plan), expected, plan), plan.version)
@@ -103,11 +116,15 @@ class WeightReceiver:
                     incoming.drain()
                 raise
             receipt = self._receipt_of(incoming)
+            self.loaded_version, self._weights_fault = plan.version, None
+            return receipt
         except BaseException:
             self._drop_receive_channel()
             raise
-        self.loaded_version, self._weights_fault = plan.version, None
-        return receipt
+        finally:
+            if self._weights_loading is not None:
+                self._weights_loading.ended.set()
+                self._weights_loading = None
 
     def _whole(self, incoming: Incoming, plan: TransferPlan) -> Iterable[tuple[str, torch.Tensor]]:
         """Whole tensors, whether all or only their changes arrive."""

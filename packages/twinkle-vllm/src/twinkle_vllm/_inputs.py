@@ -75,6 +75,8 @@ def _as_prompt(item: Any, index: int, template: Template | None) -> InputFeature
     if isinstance(item, (Sequence, np.ndarray)) and len(item) and all(isinstance(token, (int, np.integer)) for token in item):
         if min(item) < 0:
             raise PromptError(f"inputs[{index}] holds the negative token id {min(item)}")
+        if max(item) >= 2**31:
+            raise PromptError(f"inputs[{index}] holds the token id {max(item)}, which no vocabulary has")
         return _feature(item)
     raise PromptError(
         f"inputs[{index}] is {_describe(item)}; a prompt is an InputFeature, a Trajectory, messages, a text or a non-empty list of token ids"

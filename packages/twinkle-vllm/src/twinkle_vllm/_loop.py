@@ -65,6 +65,7 @@ class EngineLoop:
         self._stepping = False
         self._paused = self._draining = self._closed = False
         self.version = 0
+        self._fault: Exception | None = None  # of an update that failed
         engine.llm_engine.set_weight_version("0")
         self._thread = threading.Thread(target=self._run, name="twinkle-vllm-engine", daemon=True)
         self._thread.start()
@@ -82,8 +83,15 @@ class EngineLoop:
             return [*self._running.values(), *self._waiting]
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Let requests enter; those of one call enter together, so that the same calls draw the same samples."""
+        """Let requests enter; those of one call enter together, so that the same calls draw the same samples.
+
+        After a failed update they end at once, with its error.
+        """
         with self._condition:
+            if self._fault is not None:  # whoever asks for the weights first may have done so before the update
+                for request in requests:
+                    request.ended.set_exception(self._fault)
+                return
             self._waiting.extend(requests)
             self._condition.notify_all()
 
@@ -109,8 +117,11 @@ class EngineLoop:
             try:
                 load()
             except BaseException as error:  # an interruption too leaves weights that are neither old nor new
-                self._abort(self.unfinished, WeightsUnavailable(f"loading weights version {version} failed ({type(error).__name__}: {error})"))
+                with self._condition:
+                    self._fault = WeightsUnavailable(f"loading weights version {version} failed ({type(error).__name__}: {error})")
+                self._abort(self.unfinished, self._fault)
                 raise
+            self._fault = None
             self._engine.llm_engine.set_weight_version(str(version))
             self.version = version
 

@@ -67,7 +67,8 @@ def openai_app(
             if body.stream:
                 if len(prompts) != 1:
                     raise SamplingOptionError("stream=true takes one prompt")
-                first, chunks = await _first_chunk(_stream(pool, prompts[0], writer, adapter))
+                with_usage = bool((body.stream_options or {}).get("include_usage"))
+                first, chunks = await _first_chunk(_stream(pool, prompts[0], writer, adapter, with_usage))
                 return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
             responses = await _gathered(pool, prompts, writer.params, adapter)
             return JSONResponse(writer.whole([response.raise_for_error() for response in responses]))
@@ -145,7 +146,7 @@ async def _gathered(pool: SamplerPool, prompts: list[Any], params: SamplingParam
     return [found[index] for index in range(len(prompts))]
 
 
-async def _stream(pool: SamplerPool, prompt: Any, writer: Writer, adapter: str) -> AsyncIterator[dict[str, Any]]:
+async def _stream(pool: SamplerPool, prompt: Any, writer: Writer, adapter: str, with_usage: bool) -> AsyncIterator[dict[str, Any]]:
     """Chunks of text as it comes; what could still become part of a stop text or of a character is held back."""
     sent = ""
     async for tokens, response in pool.stream(prompt, writer.params, adapter_name=adapter):
@@ -156,6 +157,8 @@ async def _stream(pool: SamplerPool, prompt: Any, writer: Writer, adapter: str) 
             continue
         sequence = response.raise_for_error().sequences[0]
         yield writer.chunk(writer.text(sequence)[len(sent) :], sequence) | {"prompt_token_ids": response.prompt_token_ids}
+        if with_usage:
+            yield writer.usage_chunk([response])
 
 
 async def _first_chunk(chunks: AsyncIterator[dict[str, Any]]) -> tuple[dict[str, Any], AsyncIterator[dict[str, Any]]]:

@@ -23,8 +23,8 @@ class _Body(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    logit_bias: dict[str, float] | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+    logit_bias: dict[int, float] | None = None
     user: str | None = None
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
@@ -49,7 +49,7 @@ class _Body(BaseModel):
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
             "stop_token_ids": self.stop_token_ids,
             "num_samples": self.n,
-            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "logit_bias": self.logit_bias or {},
             "logprobs": top_logprobs is not None,
             "top_logprobs": top_logprobs or 0,
             "structured_output": structure,
@@ -68,7 +68,9 @@ class CompletionBody(_Body):
 
     def prompts(self) -> list[Any]:
         """One entry a prompt."""
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+        if not self.prompt:
+            raise SamplingOptionError("prompt is empty")
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 

@@ -69,6 +69,9 @@ def check_options(params: SamplingParams, engine: EngineFacts) -> None:
         raise SamplingOptionError(
             f"temperature is {params.temperature:g}; vLLM samples at {_LOWEST_TEMPERATURE:g} whatever is below it: use 0 (greedy) or at least that"
         )
+    if params.seed is not None and not 0 <= params.seed < 2**63 - params.num_samples:
+        # vLLM 0.32 takes -1 for none; one that no generator takes is an error of the engine, and ends all requests that run.
+        raise SamplingOptionError(f"seed is {params.seed}; it must be from 0 to 2**63 - 1, those of further samples included")
     if params.stop and not engine.has_tokenizer:
         raise SamplingOptionError("stop texts need a tokenizer in the model's folder; without one use stop_token_ids")
     if params.structured_output is not None and not engine.has_tokenizer:

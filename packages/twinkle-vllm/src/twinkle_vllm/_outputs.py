@@ -1,5 +1,6 @@
 """From vLLM's outputs to `SampleResponse`s."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +14,7 @@ from ._errors import EngineFailed
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
 
+NOT_FINITE = "a log-probability is not a finite number: the weights, or the adapter, hold or make infinities or NaN"
 _REASONS = ("stop", "length", "abort")
 
 
@@ -49,11 +51,12 @@ def _as_response(
 ) -> SampleResponse:
     sequences: list[SampledSequence] = []
     for completion in output.outputs:
-        text = next(texts)
-        if completion.finish_reason not in _REASONS:
-            failure = EngineFailed(f"vLLM ended a completion with {completion.finish_reason!r}; expected one of {_REASONS}")
-            return SampleResponse(sequences=[], prompt_token_ids=prompt.input_ids.tolist(), user_data=prompt.user_data, error=failure)
-        sequences.append(_as_sequence(completion, prompt, params, text, temperature, adapter_version))
+        try:
+            sequences.append(_as_sequence(completion, prompt, params, next(texts), temperature, adapter_version))
+        except EngineFailed as error:
+            for _ in output.outputs[len(sequences) + 1 :]:
+                next(texts)
+            return SampleResponse(sequences=[], prompt_token_ids=prompt.input_ids.tolist(), user_data=prompt.user_data, error=error)
     return SampleResponse(
         sequences=sequences,
         prompt_token_ids=prompt.input_ids.tolist(),
@@ -65,6 +68,9 @@ def _as_response(
 def _as_sequence(
     completion: "CompletionOutput", prompt: InputFeature, params: SamplingParams, text: str, temperature: float, adapter_version: int | None
 ) -> SampledSequence:
+    if completion.finish_reason not in _REASONS:
+        cause = "; structured_output may be what it could not compile" if params.structured_output is not None else ""
+        raise EngineFailed(f"vLLM ended a completion with {completion.finish_reason!r}, which is none of {_REASONS}{cause}: its log says more")
     tokens = list(completion.token_ids)
     versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
     if adapter_version is not None:
@@ -75,6 +81,8 @@ def _as_sequence(
         flat = cast(Any, completion.logprobs)
         # At each place vLLM has the sampled token first, then the most likely ones.
         logprobs = [flat.logprobs[start] for start in flat.start_indices]
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineFailed(NOT_FINITE)
         if params.top_logprobs:
             places = zip(flat.start_indices, flat.end_indices, strict=True)
             top = [dict(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)) for start, end in places]

@@ -296,6 +296,7 @@ class _Replica:
         self.outstanding = 0
         self.waiting: deque[_Work] = deque()
         self.running: dict[str, _Work] = {}
+        self.dropped: list[str] = []  # ids of requests that began anew while the sampler, which refused to work, may still have them
         self.thread = threading.Thread(target=self._run, name=f"twinkle-pool-{index}", daemon=True)
 
     def status(self) -> ReplicaStatus:
@@ -358,6 +359,10 @@ class _Replica:
                 if self.sampler.weight_version() != pool._expected_version():
                     pool._weights.sync_weights()
             expected, version = pool._expected_version(), self.sampler.weight_version()
+        if self.dropped:
+            self.sampler.abort(self.dropped)
+            self.sampler.collect(self.dropped)
+            self.dropped = []
         with pool._condition:
             self.state = "serving" if expected is None or version == expected else "waiting"
             if self.state == "serving":
@@ -375,6 +380,7 @@ class _Replica:
                 # One that cannot even say its version after it was lost will not come back.
                 self.is_final = not was_serving and self.losses > 0
                 self.losses += 1
+            self.dropped = [*self.dropped, *(name for name in self.running if not name.startswith("entering-"))] if refused else []
             works = [*self.running.values(), *self.waiting]
             self.running, self.waiting, self.outstanding = {}, deque(), 0
             pool._give_up(works, self.error)

@@ -24,8 +24,8 @@ from ._inputs import SamplerInput, as_prompt, check_batch, check_turn
 from ._loop import EngineLoop, PauseMode, Refused, Request, one_engine_at_a_time
 from ._model_files import ModelFiles
 from ._options import EngineFacts, OptionSource, check_options, engine_params, params_of_each, scoring_params
-from ._outputs import as_responses, prompt_logprobs
-from ._weights import replace_weights
+from ._outputs import NOT_FINITE, as_responses, prompt_logprobs
+from ._weights import replace_weights, without_tied_head
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class vLLMSampler(WeightReceiver):
 
         Waits up to `wait_s` for the first. An id that is not known (collected already, or another rank's) is left out.
         """
-        mine = self._jobs if request_ids is None else {name: self._jobs[name] for name in request_ids if name in self._jobs}
+        mine = self._jobs_of(request_ids)
         if wait_s > 0 and mine:
             self._loop.wait_until(lambda: any(job.is_done for job in mine.values()), wait_s)
         done = {name: job for name, job in mine.items() if job.is_done}
@@ -196,7 +196,7 @@ class vLLMSampler(WeightReceiver):
     @remote_function(dispatch="all", collect="flatten", lazy_collect=False)
     def peek(self, request_ids: Sequence[str]) -> list[tuple[str, list[int]]]:
         """The tokens that these requests have sampled so far (of several samples the first), of those that are not collected."""
-        jobs = {name: self._jobs[name] for name in request_ids if name in self._jobs}
+        jobs = self._jobs_of(request_ids)
         requests = {name: job.request for name, job in jobs.items() if job.request is not None}
         return list(zip(requests, self._loop.progress(list(requests.values())), strict=True)) if requests else []
 
@@ -206,8 +206,7 @@ class vLLMSampler(WeightReceiver):
 
         `collect` gives what they have sampled so far, with stop_reason 'abort': a prompt to sample on from.
         """
-        jobs = list(self._jobs.values()) if request_ids is None else [self._jobs[name] for name in request_ids if name in self._jobs]
-        running = [job.request for job in jobs if job.request is not None and not job.is_done]
+        running = [job.request for job in self._jobs_of(request_ids).values() if job.request is not None and not job.is_done]
         self._loop.abort(running)
         return len(running)
 
@@ -291,7 +290,10 @@ class vLLMSampler(WeightReceiver):
         params = scoring_params()
         requests = [Request(prompt, params, adapter) for prompt in prompts]
         self._run(requests)
-        return [prompt_logprobs(output) for request in requests if (output := request.ended.result()) is not None]
+        scores = [prompt_logprobs(output) for request in requests if (output := request.ended.result()) is not None]
+        if not all(np.isfinite(score).all() for score in scores):
+            raise EngineFailed(NOT_FINITE)
+        return scores
 
     @remote_function(dispatch="all", collect="first", lazy_collect=False)
     def set_template(self, template: Template | str | Path) -> None:
@@ -324,8 +326,10 @@ class vLLMSampler(WeightReceiver):
         Requests that run go on with the new weights: what was computed of them with the old ones is computed again. When loading fails they are
         ended, with the error.
 
-        Raises IncompleteWeights when a tensor of the model's folder is missing.
+        Raises IncompleteWeights when a tensor of the model's folder is missing, SamplerError for a head of its own where the model's is tied.
         """
+        if self._files.ties_head:
+            tensors = without_tied_head(tensors)
         self._loop.update(lambda: replace_weights(self._engine, tensors, frozenset(self._weight_shapes)), version)
 
     def weight_specs_expected(self) -> list[TensorSpec]:
@@ -424,6 +428,12 @@ class vLLMSampler(WeightReceiver):
                 job.error = type(error)(f"inputs[{index}]: {error}")
             jobs.append(job)
         return jobs
+
+    def _jobs_of(self, request_ids: Sequence[str] | None) -> dict[str, _Job]:
+        """Those of this rank that are not collected. SamplingOptionError for one id in place of a list."""
+        if isinstance(request_ids, str):
+            raise SamplingOptionError(f"request_ids={request_ids!r}: put it into a list")
+        return self._jobs if request_ids is None else {name: self._jobs[name] for name in request_ids if name in self._jobs}
 
     def _prompt(self, item: SamplerInput, index: int, params: SamplingParams) -> InputFeature:
         prompt = as_prompt(item, index, self._template, self._max_model_len)

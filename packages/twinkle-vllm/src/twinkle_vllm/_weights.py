@@ -55,6 +55,25 @@ def complete(tensors: NamedTensors, expected: frozenset[str]) -> Iterator[tuple[
         )
 
 
+def without_tied_head(tensors: NamedTensors, head_name: str = "lm_head.weight") -> Iterator[tuple[str, torch.Tensor]]:
+    """For a model whose head is its embedding: leave out a head that comes all the same. SamplerError at the end when it is another matrix.
+
+    (vLLM 0.32 would load it over the embedding.) Some rows are compared: a head that was trained for itself differs in all.
+    """
+    rows: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if tensor.dim() == 2 and (name == head_name or "emb" in name or "wte" in name):
+            rows[name] = tensor[:: 1 + len(tensor) // 256].float().clone()
+        if name != head_name:
+            yield name, tensor
+    head = rows.pop(head_name, None)
+    if head is not None and rows and not any(torch.equal(head, embedding) for embedding in rows.values()):
+        raise SamplerError(
+            f"the update's {head_name} is not its embedding, and the sampler's model ties the two (tie_word_embeddings): "
+            "build the sampler from a folder of the trainer's model"
+        )
+
+
 def _reload(worker: Any, tensors: NamedTensors, on_cpu: bool) -> None:
     """Runs in vLLM's worker, which is this process unless there are several."""
     try:
