@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -70,12 +70,6 @@ _CARRIED_OVER = (
 )
 
 
-_HALF_LOADED = "the last load or resume_from_checkpoint did not end, and weights or optimizer may be mixed with older ones: load or resume again"
-_HALF_STEPPED = (
-    "the last step was interrupted, and the weights and moments are mixed: resume_from_checkpoint, or load and set_optimizer, before going on"
-)
-
-
 class MegatronTrainer(TrainerBase):
     """What MegatronModel is on each of its ranks; see there."""
 
@@ -138,8 +132,6 @@ class MegatronTrainer(TrainerBase):
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError, add_files=add_megatron_files)
         self._replays = False
         self._closed = False
-        self._mixed: dict[str, str] = {}
-        self._used = ""
         self._rows: list[Row] = []
         self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
         super().__init__(
@@ -163,7 +155,6 @@ class MegatronTrainer(TrainerBase):
         return self._engine.forward(adapter_name, view)
 
     def _backward(self, adapter_name: str, output: LossOutput) -> None:
-        self._check_whole(adapter_name)
         pending = self._state(adapter_name).require_pending("backward")
         self._engine.backward(adapter_name, output, pending.batch)
 
@@ -195,11 +186,8 @@ class MegatronTrainer(TrainerBase):
         self._engine.trainable(adapter_name).adjust_optimizer(config)
 
     def _optimizer_step(self, adapter_name: str, learning_rate: float) -> None:
-        self._check_whole(adapter_name)
         self._checkpoints.check(self._engine.device)
-        self._begin_change([adapter_name], _HALF_STEPPED)
         self._engine.step(adapter_name, learning_rate)
-        self._end_change([adapter_name])
 
     def _step_skipped(self, adapter_name: str) -> None:
         loss_scale = self._engine.trainable(adapter_name).loss_scale
@@ -210,7 +198,6 @@ class MegatronTrainer(TrainerBase):
         self._engine.trainable(adapter_name).zero_gradients()
 
     def _export_gradients(self, adapter_name: str) -> dict[str, NDArray[np.float32]]:
-        self._check_whole(adapter_name)
         return _on_rank_zero(self._engine.export_gradients(adapter_name))
 
     def _add_adapter(self, adapter_name: str, config: LoraConfig) -> None:
@@ -218,18 +205,11 @@ class MegatronTrainer(TrainerBase):
 
     def _remove_adapter(self, adapter_name: str) -> None:
         self._engine.remove_adapter(adapter_name)
-        self._end_change([adapter_name])
 
     def _engine_config(self) -> dict[str, Any]:
         return {"trainer": type(self).__name__, **self._settings, "mesh": dataclasses.asdict(self._mesh)}
 
-    def _use_inputs_of(self, state: Any) -> None:
-        super()._use_inputs_of(state)
-        self._used = state.adapter_name
-
     def _features(self, inputs: Inputs) -> list[Row]:
-        # Here, where an error of one rank reaches the others.
-        self._check_whole(self._used)
         features = super()._features(inputs)
         self._rows = features
         return features
@@ -257,8 +237,6 @@ class MegatronTrainer(TrainerBase):
         }
 
     def _write_checkpoint(self, target: Path, info: CheckpointInfo, *, background: bool) -> None:
-        for name in info.adapters:
-            self._check_whole(name)
         pieces = self._engine.checkpoint_pieces({name: each.step for name, each in info.adapters.items()})
         self._checkpoints.save(target, info, pieces, self._engine.generator_states(), background=background)
 
@@ -272,8 +250,6 @@ class MegatronTrainer(TrainerBase):
     def _check_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         check_same_trainer(path, info, self._checkpoint_entries(), error_type=CheckpointError)
         check_files(path, info, error_type=CheckpointError)
-        # The optimizers are made anew next; `_read_checkpoint` ends it.
-        self._begin_change(info.adapters, _HALF_LOADED)
 
     def _read_checkpoint(self, path: Path, info: CheckpointInfo) -> None:
         steps = {name: each.step for name, each in info.adapters.items()}
@@ -292,7 +268,6 @@ class MegatronTrainer(TrainerBase):
             self._engine.set_generator_states(generators)
         elif everything:
             logger.info("%s was written by another layout: dropout's generators start anew", path)
-        self._end_change(info.adapters)
 
     # What the contract leaves to a trainer.
 
@@ -354,16 +329,14 @@ class MegatronTrainer(TrainerBase):
             adapter = self._engine.adapter(adapter_name)
             matrices = read_adapter(Path(path), adapter.lora, error_type=CheckpointError)
             adapter.check(matrices, os.fspath(path))
-            self._begin_change([adapter_name], _HALF_LOADED)
-            adapter.fill(matrices)
-            self._end_change([adapter_name])
+            with self._loading([adapter_name]):
+                adapter.fill(matrices)
             return
         folder = find_checkpoint(os.fspath(path))
         check_same_model(folder, self._hf_config)
         self._engine.check_weights(folder)
-        self._begin_change([""], _HALF_LOADED)
-        self._engine.load(folder)
-        self._end_change([""])
+        with self._loading([""]):
+            self._engine.load(folder)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, under its Hugging Face name, on rank 0; others send it their parts and yield nothing. All ranks iterate to the end."""
@@ -420,22 +393,6 @@ class MegatronTrainer(TrainerBase):
         if self._closed:
             raise CallOrderError("the model is closed: build a new one")
         return super()._state(adapter_name)
-
-    # Whether weights are whole.
-
-    def _begin_change(self, names: Iterable[str], why_mixed: str) -> None:
-        """The weights of these ('' is the base model) are changed in place: until `_end_change`, whatever comes between, they are a mixture."""
-        self._mixed |= dict.fromkeys(names, why_mixed)
-
-    def _end_change(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._mixed.pop(name, None)
-
-    def _check_whole(self, adapter_name: str) -> None:
-        """CallOrderError when the weights of an adapter, or of the base model below it, are a mixture."""
-        for name in ("", adapter_name):
-            if name in self._mixed:
-                raise CallOrderError(self._mixed[name] + (f" (it was the adapter {name!r}'s)" if name else ""))
 
 
 def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -31,6 +32,10 @@ from ._totals import ReduceGroups, Totals, reduce_max, reduce_totals
 
 # As torch.nn.utils.clip_grad_norm_ and megatron-core have it, so that clipped steps agree with theirs.
 _CLIP_EPSILON = 1e-6
+_HALF_LOADED = "the last load or resume_from_checkpoint did not end, and weights or optimizer may be mixed with older ones: load or resume again"
+_HALF_STEPPED = (
+    "the last step was interrupted, and the weights and moments are mixed: resume_from_checkpoint, or load and set_optimizer, before going on"
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class TrainerBase(TrainModel):
         self._template: Template | None = None
         self._processor = processor
         self._wanted = Wanted()
+        self._used = ""
+        self._mixed: dict[str, str] = {}
         self.set_processor(processor)
 
     # What an engine implements.
@@ -239,6 +246,7 @@ class TrainerBase(TrainModel):
         if pending.totals is None or pending.loss_output is None:
             raise CallOrderError("backward needs a loss: call calculate_loss() first")
         state.check_can_accumulate("backward")
+        self._check_whole(adapter_name)
         skipped = self._skips_losses and not is_finite(pending.totals)
         try:
             if not skipped:
@@ -396,6 +404,7 @@ class TrainerBase(TrainModel):
         self._state(adapter_name)
         self._remove_adapter(adapter_name)
         del self._states[adapter_name]
+        self._mixed.pop(adapter_name, None)
 
     def set_template(self, template: Template | str, *, adapter_name: str = "") -> None:
         self._state(adapter_name).template = Template(template) if isinstance(template, str) else template
@@ -428,7 +437,8 @@ class TrainerBase(TrainModel):
         adapter_name: str | None = None,
     ) -> None:
         states = self._states if adapter_name is None else {adapter_name: self._state(adapter_name)}
-        for state in states.values():
+        for name, state in states.items():
+            self._check_whole(name)
             if state.gradients not in (Gradients.NONE, Gradients.USED):
                 raise CallOrderError("save_checkpoint between accumulated gradients and their step: call step() (or zero_grad()) first")
         adapters = {
@@ -462,6 +472,11 @@ class TrainerBase(TrainModel):
             if progress.lora != self._state(name).lora:
                 raise CheckpointError(f"{folder} has the adapter {name!r} with {progress.lora}, this trainer has it with {self._state(name).lora}")
         self._check_checkpoint(folder, info)
+        with self._loading(info.adapters):
+            self._resume(folder, info)
+        return dict(info.user_state)
+
+    def _resume(self, folder: Path, info: CheckpointInfo) -> None:
         for name, progress in info.adapters.items():
             state = self._state(name)
             state.pending = None
@@ -476,7 +491,6 @@ class TrainerBase(TrainModel):
                 state.update_learning_rate()
             state.take_metrics()  # those of the run that is left
         self._read_checkpoint(folder, info)
-        return dict(info.user_state)
 
     def _checkpoint_entries(self) -> dict[str, Any]:
         """The engine's own entries of a checkpoint, in plain JSON."""
@@ -486,7 +500,9 @@ class TrainerBase(TrainModel):
         return {name: torch.from_numpy(weight) for name, weight in self.export_weights(adapter_name=adapter_name).items()}
 
     def export_gradients(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
-        self._make_means(self._state(adapter_name), "export_gradients")
+        state = self._state(adapter_name)
+        self._check_whole(adapter_name)
+        self._make_means(state, "export_gradients")
         return self._export_gradients(adapter_name)
 
     def get_train_configs(self) -> dict[str, Any]:
@@ -517,10 +533,12 @@ class TrainerBase(TrainModel):
     def _use_inputs_of(self, state: TrainState[PendingForward]) -> None:
         """From now on rows are encoded and collated as the adapter's are: by its own template and processor, or the base model's."""
         base = self._states[""]
+        self._used = state.adapter_name
         self._template = state.template or base.template
         self._processor = state.processor or base.processor or self._processor
 
     def _features(self, inputs: Inputs) -> list[Row]:
+        self._check_whole(self._used)  # here, where an error of one rank reaches the others
         features: list[Row] = []
         for row in inputs:
             if isinstance(row, Trajectory):
@@ -652,14 +670,34 @@ class TrainerBase(TrainModel):
             self._step_skipped(state.adapter_name)
             state.skip_step()
             return
+        self._check_whole(state.adapter_name)
+        self._mixed[state.adapter_name] = _HALF_STEPPED
         try:
             self._optimizer_step(state.adapter_name, state.learning_rate)
         except CheckpointError:  # of one that was written in the background; the step was not begun
+            del self._mixed[state.adapter_name]
             raise
         except BaseException:  # some weights may have been changed, so that a second try would change them twice
             state.mark_broken()
             raise
+        del self._mixed[state.adapter_name]
         state.finish_step()
+
+    @contextmanager
+    def _loading(self, names: Iterable[str]) -> Iterator[None]:
+        """In this context weights of the base model ('') or of adapters are changed in place; when it does not end well, they are a mixture."""
+        names = list(names)
+        self._mixed |= dict.fromkeys(names, _HALF_LOADED)
+        yield
+        for name in names:
+            self._mixed.pop(name, None)
+
+    def _check_whole(self, adapter_name: str) -> None:
+        """CallOrderError when the weights of an adapter, or of the base model below it, are a mixture of old and new ones. An engine asks before it
+        computes with weights or gives them away."""
+        for name in ("", adapter_name):
+            if name in self._mixed:
+                raise CallOrderError(self._mixed[name] + (f" (it was the adapter {name!r}'s)" if name else ""))
 
     def _clear(self, state: TrainState[PendingForward]) -> None:
         self._zero_gradients(state.adapter_name)

@@ -78,17 +78,19 @@ class Adapter(Parameters):
         with_experts = ((name, merged(tensor, fused[name]) if name in fused else tensor) for name, tensor in tensors)
         return merge_adapter(with_experts, {key: matrix.detach() for key, matrix in self._matrices.items()}, self.lora)
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-        """Takes whole matrices under peft's names.
+    def check(self, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+        """Whether whole matrices under peft's names are this adapter's.
 
         Raises:
-            CheckpointError: matrices that are missing, left over, or of another shape; before anything is changed.
+            CheckpointError: matrices that are missing, left over, or of another shape.
         """
-        mine = dict(self.export())
-        shapes = {key: tuple(matrix.shape) for key, matrix in mine.items()}
+        shapes = {key: tuple(matrix.shape) for key, matrix in self.export()}
         check_adapter_matrices(tensors, shapes, adapter_name=self.name, source=source, error_type=CheckpointError)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes whole matrices that `check` lets pass."""
         with torch.no_grad():
-            for key, matrix in mine.items():
+            for key, matrix in self.export():
                 matrix.copy_(tensors[key])
 
 

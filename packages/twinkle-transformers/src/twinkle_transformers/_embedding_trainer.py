@@ -35,7 +35,7 @@ class EmbeddingTrainer(TransformersTrainer):
         features, batches, _ = self._prepared(inputs, micro_batch_size)
         self._select(adapter_name, trains=False)
         self._model.eval()
-        with torch.no_grad():
+        with self._weights.passing(), torch.no_grad():
             parts = [pool(self._hidden(batch)[0], batch, pooling, normalize=normalize) for batch in batches]
         vectors = torch.cat(parts).cpu().numpy()
         rows = [vectors[row_of(batches) == index] for index in range(len(features))]
@@ -70,7 +70,8 @@ class EmbeddingTrainer(TransformersTrainer):
         try:
             self._select(adapter_name, trains=True)
             self._model.train()
-            losses.append(self._contrast(adapter_name, batches, groups, pooling, temperature))
+            with self._weights.passing():
+                losses.append(self._contrast(adapter_name, batches, groups, pooling, temperature))
         except Exception as raised:  # raised again below, once the other ranks know
             error = raised
         except BaseException:  # Ctrl-C: some micro-batches have left their gradients

@@ -111,16 +111,15 @@ def unstacked(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
             yield f"{prefix}.{index}.{rest.replace(_DOT, '.')}", part
 
 
-def stacked(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The other way: tensors by their names in a checkpoint's model."""
-    found = dict(tensors)
-    for prefix, module in model.named_modules():
-        if isinstance(module, StackedExperts):
-            for key, _ in module.named_parameters():
-                name = key.replace(_DOT, ".")
-                total = sum(1 for other in tensors if other.startswith(f"{prefix}.") and other.endswith(f".{name}"))
-                found[f"{prefix}.{key}"] = torch.stack([found.pop(f"{prefix}.{index}.{name}") for index in range(total)])
-    return found
+def stacked_from(model: nn.Module, name: str, num_experts: int) -> list[str]:
+    """The other way: which weights of a checkpoint's model, one after another, a weight of `StackedExperts` is; nothing for any other weight.
+
+    num_experts: of all ranks.
+    """
+    prefix, _, key = name.rpartition(".")
+    if not isinstance(model.get_submodule(prefix), StackedExperts):
+        return []
+    return [f"{prefix}.{index}.{key.replace(_DOT, '.')}" for index in range(num_experts)]
 
 
 def preprocess(top_k_index_TK: torch.Tensor, num_experts: int, group: Any) -> Dispatch:
@@ -286,11 +285,31 @@ def apply_expert_parallel(model: nn.Module, group: Any, config: ExpertParallelCo
         ConfigError: enabled is False. LayoutError: ep_size is another, or does not divide the experts.
         UnsupportedModelError: there are no experts, or a block is not understood; names its class.
     """
-    return divide_experts(model, group, config, stack=False)
+    return divide_experts(model, group, config, understood_blocks(model), stack=False)
 
 
-def divide_experts(model: nn.Module, group: Any, config: ExpertParallelConfig | None, *, stack: bool) -> list[nn.Module]:
-    """`apply_expert_parallel`; stack: experts of a ModuleList become `StackedExperts`, whose weights are divided as fused ones are."""
+def understood_blocks(model: nn.Module) -> dict[str, bool]:
+    """A model's kinds of blocks of experts, by class, and whether they return their router's logits beside their output.
+
+    model: whole, in float32 on the CPU.
+
+    Raises:
+        UnsupportedModelError: a block that routes tokens in a way not known here; names its class.
+    """
+    kinds: dict[str, bool] = {}
+    for block in expert_blocks(model):
+        name = type(block).__name__
+        if name not in kinds:
+            _check_understood(block, _num_experts(experts_of(block)))
+            kinds[name] = _returns_logits(block)
+    return kinds
+
+
+def divide_experts(model: nn.Module, group: Any, config: ExpertParallelConfig | None, kinds: Mapping[str, bool], *, stack: bool) -> list[nn.Module]:
+    """`apply_expert_parallel` on a model whose values may not be there yet.
+
+    kinds: of `understood_blocks`. stack: experts of a ModuleList become `StackedExperts`, whose weights are divided as fused ones are.
+    """
     config = config or ExpertParallelConfig(keep_router_logits=False)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     if not config.enabled:
@@ -300,14 +319,10 @@ def divide_experts(model: nn.Module, group: Any, config: ExpertParallelConfig | 
     blocks = list(expert_blocks(model))
     if not blocks:
         raise UnsupportedModelError(f"{type(model).__name__} has no experts to divide: leave ep_size and ExpertParallelConfig out")
-    checked: set[type] = set()
     for block in blocks:
         total = _num_experts(experts_of(block))
-        if type(block) not in checked:
-            _check_understood(block, total)
-            checked.add(type(block))
         if isinstance(experts_of(block), nn.ModuleList):
-            block._twinkle_returns_logits = _returns_logits(block)  # pyright: ignore[reportArgumentType]
+            block._twinkle_returns_logits = kinds[type(block).__name__]  # pyright: ignore[reportArgumentType]
             if stack:
                 block.experts = StackedExperts(experts_of(block))
         shard_experts(block, rank, ranks)

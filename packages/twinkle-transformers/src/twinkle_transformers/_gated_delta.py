@@ -80,10 +80,15 @@ class GatedDeltaNetPaddingFreePatch:
         layers = gated_delta_layers(model)
         if not layers:
             raise UnsupportedModelError(f"{type(model).__name__} has no Gated DeltaNet layers that are known")
+        if self._core is None:
+            _check_understood(layers[0])
+        return self.put_on(model)
+
+    def put_on(self, model: Any) -> "GatedDeltaNetPaddingFreePatch":
+        """`apply` to a model whose layers are known to compute as is known here; their values may not be there yet."""
+        layers = gated_delta_layers(model)
         if self._core is not None:
             _check_heads(layers, self._core.ranks)
-        else:
-            _check_understood(layers[0])
         for layer in layers:
             layer.forward = _Layer(layer, self._core).forward
         self._layers = layers

@@ -1,18 +1,22 @@
 """The process groups of a mesh, seen from one rank."""
 
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from twinkle_mesh import DeviceMesh, launcher_rank
+from twinkle_train import PeerError
 
 from ._errors import LayoutError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -84,6 +88,42 @@ class Groups:
         """The ranks over which fully_shard shards the experts."""
         return self._torch_mesh(self.mesh.expert_rank_groups("ep_fsdp"))
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether no rank has all weights. Rank 0 alone reads checkpoints then, and sends to the others what they need."""
+        return self.mesh.fsdp_size * self.mesh.ep_size * self.mesh.ep_fsdp_size > 1
+
+    def on_readers(self, make: Callable[[], T]) -> T | None:
+        """What ranks make that read checkpoints; None on the others. Where weights are divided, collective: what rank 0 raises, all ranks raise."""
+        made: T | None = None
+
+        def run() -> None:
+            nonlocal made
+            made = make()
+
+        self.from_readers(run)
+        return made
+
+    def from_readers(self, make: Callable[[], T]) -> T:
+        """The same, and the others get it from rank 0."""
+        if not self.divides_weights:
+            return make()
+        packed: list[bytes] = [b""]
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                packed = [pickle.dumps((make(), None))]
+            except Exception as error:  # raised below, once the other ranks know
+                failure = error
+                packed = [_packed_error(error)]
+        dist.broadcast_object_list(packed, src=0, device=self.device)
+        made, error = pickle.loads(packed[0])
+        if failure is not None:
+            raise failure
+        if error is not None:
+            raise error
+        return made
+
     def group_of(self, partition: Iterable[tuple[int, ...]]) -> Any:
         """This rank's group of a partition of the ranks; None when it is alone in it. All ranks make all groups, in the same order."""
         found: Any = None
@@ -123,3 +163,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
             raise LayoutError(f"TransformersModel has no {axis} axis ({axis}_size={size}): use {instead}, or MegatronModel")
     if mesh.device_type not in ("cpu", "cuda"):
         raise LayoutError(f"TransformersModel runs on 'cpu' and 'cuda' devices, not on {mesh.device_type!r}")
+
+
+def _packed_error(error: Exception) -> bytes:
+    """An error as `from_readers` sends it; one that does not pickle as what it says."""
+    try:
+        packed = pickle.dumps((None, error))
+        pickle.loads(packed)
+    except Exception:  # whatever the code of its class does
+        return pickle.dumps((None, PeerError(f"rank 0 stopped: {type(error).__name__}: {error}")))
+    return packed

@@ -50,7 +50,8 @@ class TransformersModel(EmbeddingTrainer, WeightSender):
         on_non_finite: 'error' (NonFiniteError) or 'skip': what a loss or gradient is that is NaN or infinite. Skipped steps are counted by
             `skipped_steps` of calculate_metric.
         trust_remote_code: run code that is in the checkpoint's folder.
-        timeout_s: how long ranks wait for one another, at start and in every collective.
+        timeout_s: how long ranks wait for one another, at start and in every collective; where weights are divided also for rank 0 to read the
+            checkpoint.
 
     Raises:
         ModelNotFoundError: no checkpoint at model_id. UnsupportedModelError: transformers does not know it, or it cannot be sharded.

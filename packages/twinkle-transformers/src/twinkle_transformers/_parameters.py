@@ -114,16 +114,22 @@ class Parameters:
     def pieces_of(self, weight: Weight, key: str, local: torch.Tensor) -> Iterator[Piece]:
         """The piece, if any, of a tensor that is divided as a weight is."""
         replicas = self._same_shards(weight.kind)
-        shape, first = list(weight.parameter.shape), 0
+        shape, first = weight.parameter.shape, 0
         if isinstance(weight.parameter, DTensor):
             mesh = weight.parameter.device_mesh
             first = min(-(-shape[0] // mesh.size()) * mesh.get_local_rank(), shape[0])
         if weight.kind == "expert" and self._groups.experts is not None:
             first += self._groups.experts.rank() * shape[0]
-            shape[0] *= self._groups.experts.size()
         if local.numel():
             offset = (first, *[0] * (len(shape) - 1))
-            yield Piece(key=key, shape=tuple(shape), offset=offset, tensor=local, is_copy=replicas is not None and replicas.rank() > 0)
+            yield Piece(key=key, shape=self.whole_shape(weight), offset=offset, tensor=local, is_copy=replicas is not None and replicas.rank() > 0)
+
+    def whole_shape(self, weight: Weight) -> tuple[int, ...]:
+        """The shape of a weight of all ranks."""
+        shape = tuple(weight.parameter.shape)
+        if weight.kind == "expert" and self._groups.experts is not None:
+            return (shape[0] * self._groups.experts.size(), *shape[1:])
+        return shape
 
     def _of(self, kind: Kind) -> list[Weight]:
         return [weight for weight in self.trained if weight.kind == kind]

@@ -43,16 +43,16 @@ from twinkle_train import (
 )
 
 from ._adapters import Adapter, Adapters
-from ._attention import Attention
 from ._errors import CheckpointError, UnsupportedModelError
-from ._expert_parallel import ExpertParallelConfig, divide_experts, stacked
+from ._examine import attention_of, examine
+from ._expert_parallel import ExpertParallelConfig, divide_experts
 from ._gated_delta import RUNS, GatedDeltaNetPaddingFreePatch
 from ._groups import Groups, check_mesh
 from ._inputs import ModelInputs, model_inputs
-from ._loading import check_same_model, find_checkpoint, load_model
+from ._loading import check_same_model, empty_model, find_checkpoint, form_of, give_memory, load_model, take_tensors
 from ._logprobs import token_logprobs
 from ._optimizer import Optimizer
-from ._packing import packing_fault, stretch_modules, takes_positions
+from ._packing import stretch_modules, takes_positions
 from ._parameters import Parameters
 from ._router import RouterLosses, Routers, Routing
 from ._sequence_parallel import SequenceParallel, SequenceParallelConfig, SequenceParallelStrategy
@@ -114,12 +114,24 @@ class TransformersTrainer(TrainerBase):
         init_process_group(mesh.device_type, timeout_s)
         self._groups_of_mesh = groups = Groups(mesh, timeout_s)
         torch.manual_seed(seed + groups.rank)
-        self._model = model = load_model(self._path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+        divides_experts = mesh.ep_size * mesh.ep_fsdp_size > 1
+        # On one rank, too, a configuration says how routers compute.
+        divided = divides_experts or (expert_parallel is not None and expert_parallel.enabled)
+        load = partial(load_model, self._path, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+        whole: Any = groups.on_readers(load)
+        form, found = groups.from_readers(lambda: (form_of(whole), examine(whole, experts=divided)))
+        self._model = model = (
+            empty_model(self._path, form, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
+            if groups.divides_weights
+            else whole
+        )
         vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        self._attention, reason = _attention_of(model)
-        delta = _begin_anew(model)
+        self._attention, _ = attention_of(model)
+        if self._attention is not None:
+            self._attention.special |= found.special
+        delta = GatedDeltaNetPaddingFreePatch().put_on(model) if found.begins_anew else None
         self._has_runs = delta is not None
-        self._packing_fault = packing_fault(model, self._attention, reason)
+        self._packing_fault = found.packing_fault
         self._takes_positions = takes_positions(model)
         self._from_column_0 = (
             "takes no position_ids" if not self._takes_positions else "counts from the first column" if stretch_modules(model) else ""
@@ -134,10 +146,7 @@ class TransformersTrainer(TrainerBase):
                 delta.remove()  # replaced by that of divided rows
             self._sequence = strategy.install(model, self._attention)
             self._gathers_logits = strategy.config.gather_logits
-        divides_experts = mesh.ep_size * mesh.ep_fsdp_size > 1
-        # On one rank, too, a configuration says how routers compute.
-        divided = divides_experts or (expert_parallel is not None and expert_parallel.enabled)
-        experts = divide_experts(model, groups.experts, expert_parallel, stack=True) if divided else []
+        experts = divide_experts(model, groups.experts, expert_parallel, found.blocks, stack=True) if divided else []
         reduce_groups = ReduceGroups(data=groups.data, device=groups.device)
         everyone = torch.distributed.group.WORLD if mesh.world_size > 1 else None
         self._routers = Routers(model, aux_loss_coef=router_aux_loss_coef, z_loss_coef=router_z_loss_coef, groups=reduce_groups, everyone=everyone)
@@ -145,10 +154,16 @@ class TransformersTrainer(TrainerBase):
         self._pending_losses: dict[str, tuple[RouterLosses, torch.Tensor, Batch]] = {}
         if activation_checkpointing:
             _checkpoint_activations(model)
-        model.to(groups.device)
+        if not groups.divides_weights:
+            model.to(groups.device)
         if mesh.fsdp_size * mesh.ep_fsdp_size > 1 or self._dtype != torch.float32:
             shard_model(model, groups.shard_mesh, experts=experts, expert_mesh=groups.expert_shard_mesh, compute_dtype=self._dtype)
+        if groups.divides_weights:
+            give_memory(model, groups.device)
         self._weights = Weights(model, groups, experts)
+        if groups.divides_weights:
+            tensors = None if whole is None else take_tensors(whole, all_buffers=True)
+            self._weights.take(tensors, self._weights.check(tensors, os.fspath(self._path)))
         self._adapters: Adapters | None = None
         self._optimizers: dict[str, Optimizer] = {}
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError)
@@ -168,7 +183,8 @@ class TransformersTrainer(TrainerBase):
     def _forward(self, adapter_name: str, batch: Batch) -> TokenOutputs:
         self._select(adapter_name, trains=True)
         self._model.train()
-        outputs, routing = self._outputs(batch)
+        with self._weights.passing():
+            outputs, routing = self._outputs(batch)
         self._pending_losses.pop(adapter_name, None)
         self._routers.note(routing)
         if self._routers.has_losses:
@@ -186,7 +202,8 @@ class TransformersTrainer(TrainerBase):
             losses, share, batch = self._pending_losses.pop(adapter_name)
             losses.check(output, batch)
             total = total + share
-        self._scaled(adapter_name, total).backward()
+        with self._weights.passing():
+            self._scaled(adapter_name, total).backward()
 
     def _loss_scale(self, adapter_name: str) -> LossScale | None:
         """By what losses of the base model or of an adapter are multiplied; None where nothing overflows."""
@@ -225,6 +242,10 @@ class TransformersTrainer(TrainerBase):
         self._pending_losses.pop(adapter_name, None)
 
     def _run(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
+        with self._weights.passing():
+            return self._run_batches(adapter_name, batches, compute_loss)
+
+    def _run_batches(self, adapter_name: str, batches: Sequence[Batch], compute_loss: ComputeLoss | None) -> list[TokenOutputs]:
         self._select(adapter_name, trains=compute_loss is not None)
         self._model.train(compute_loss is not None)
         losses = self._routers.plan(batches) if compute_loss is not None and self._routers.has_losses else None
@@ -405,7 +426,7 @@ class TransformersTrainer(TrainerBase):
         super().set_processor(processor, adapter_name=adapter_name)
 
     def save(self, path: str | os.PathLike[str], *, adapter_name: str = "", merge: bool = False) -> None:
-        self._state(adapter_name)
+        self._whole_state(adapter_name)
         if adapter_name and not merge:
             save_adapter(self.iter_adapter(adapter_name), Path(path), self.adapter_config(adapter_name), error_type=CheckpointError)
             return
@@ -416,25 +437,33 @@ class TransformersTrainer(TrainerBase):
         self._state(adapter_name)
         if adapter_name:
             adapter = self._adapter(adapter_name)
-            adapter.fill(read_adapter(Path(path), adapter.lora, error_type=CheckpointError), os.fspath(path))
+            matrices = read_adapter(Path(path), adapter.lora, error_type=CheckpointError)
+            adapter.check(matrices, os.fspath(path))
+            with self._loading([adapter_name]):
+                adapter.fill(matrices)
             return
         folder = find_checkpoint(path)
         trust = bool(self._settings["trust_remote_code"])
         check_same_model(folder, self._model.config, trust_remote_code=trust)
-        whole = load_model(folder, attn_implementation=None, trust_remote_code=trust)
-        self._weights.copy_from(stacked(self._model, whole.state_dict()))
+        tensors = self._groups_of_mesh.on_readers(
+            lambda: take_tensors(load_model(folder, attn_implementation=None, trust_remote_code=trust), all_buffers=False)
+        )
+        buffers = self._weights.check(tensors, os.fspath(folder))
+        with self._loading([""]):
+            self._weights.take(tensors, buffers)
 
     def iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight, whole, under its Hugging Face name, in the type that forward computes with. Collective: all ranks iterate to the end."""
+        self._whole_state("")
         return self._weights.whole_weights(dtype=self._dtype, buffers=True)
 
     def iter_merged(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight as by `iter_weights`, with an adapter merged into them. Collective: all ranks iterate to the end."""
-        self._state(adapter_name)
+        self._whole_state(adapter_name)
         return self._weights.whole_weights(dtype=self._dtype, buffers=True, change=self._adapter(adapter_name).merge)
 
     def export_weights(self, *, adapter_name: str = "") -> dict[str, NDArray[np.float32]]:
-        self._state(adapter_name)
+        self._whole_state(adapter_name)
         return _on_rank_zero(self._adapter(adapter_name).export() if adapter_name else self._weights.whole_weights())
 
     def iter_adapter(self, adapter_name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -443,7 +472,7 @@ class TransformersTrainer(TrainerBase):
         Raises:
             UnknownAdapterError: there is none of that name.
         """
-        self._state(adapter_name)
+        self._whole_state(adapter_name)
         return self._adapter(adapter_name).export()
 
     def adapter_config(self, adapter_name: str) -> dict[str, Any]:
@@ -455,6 +484,11 @@ class TransformersTrainer(TrainerBase):
         self._state(adapter_name)
         adapter = self._adapter(adapter_name)
         return adapter.lora.to_dict() | {"target_modules": adapter.target_names, "base_model_name_or_path": self._settings["model"]}
+
+    def _whole_state(self, adapter_name: str) -> None:
+        """UnknownAdapterError where there is no such adapter, CallOrderError where its weights are a mixture."""
+        self._state(adapter_name)
+        self._check_whole(adapter_name)
 
     def close(self) -> None:
         """Takes this model's attention out of transformers' registries. The model must not be used afterwards.
@@ -497,22 +531,6 @@ def _on_this_machine(mesh: DeviceMesh) -> DeviceMesh:
 
 def _as_it_is(values: torch.Tensor) -> torch.Tensor:
     return values
-
-
-def _attention_of(model: Any) -> tuple[Attention | None, str]:
-    """The model's attention, or None and why it cannot be told anything."""
-    try:
-        return Attention(model), ""
-    except UnsupportedModelError as error:
-        return None, str(error)
-
-
-def _begin_anew(model: Any) -> GatedDeltaNetPaddingFreePatch | None:
-    """Makes recurrent layers that are known begin anew in each sequence; others are found out by what packed rows give."""
-    try:
-        return GatedDeltaNetPaddingFreePatch().apply(model)
-    except UnsupportedModelError:
-        return None
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from twinkle_train import Piece
 
-from ._expert_parallel import unstacked
+from ._errors import CheckpointError
+from ._expert_parallel import stacked_from, unstacked
 from ._groups import Groups
 from ._parameters import Parameters, Weight, local_part
 
@@ -57,6 +59,23 @@ class Weights(Parameters):
         if isinstance(self._model, FSDPModule):
             self._model.reshard()
 
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A forward or backward is in this context: when it does not end (an error, Ctrl-C), nothing of it is left in fully_shard."""
+        try:
+            yield
+        except BaseException:
+            if isinstance(self._model, FSDPModule) and hasattr(self._model, "reset_iter_state"):  # of torch 2.13
+                self._model._get_fsdp_state()._lazy_init()
+                self._model.reset_iter_state()
+                for state in self._model._get_fsdp_state()._state_ctx.all_states:
+                    for parameter in (each for group in state._fsdp_param_groups for each in group.fsdp_params):
+                        # Not yet reduced: torch (2.13) would add the next backward's to them.
+                        parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter._unsharded_param.grad = None
+            raise
+
     # Training checkpoints.
 
     def pieces(self) -> Iterator[Piece]:
@@ -88,18 +107,62 @@ class Weights(Parameters):
         """Every gradient, whole, as `whole_weights` gives the weights; zeros where there is none."""
         return in_checkpoint_form(self._model, ((weight.name, self._whole_gradient(weight)) for weight in self._all))
 
-    def copy_from(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes this rank's part of whole tensors, by their names in the model, parameters and buffers."""
-        self.settle()
-        with torch.no_grad():
+    def check(self, tensors: Mapping[str, torch.Tensor] | None, source: str) -> list[str]:
+        """Whether whole tensors fit, as `take` gets them; gives the names of the buffers among them.
+
+        source: where they come from.
+
+        Raises:
+            CheckpointError: a weight is not among them, or has another shape.
+        """
+
+        def compare() -> list[str]:
+            assert tensors is not None, "readers have them"
+            wanted: dict[str, tuple[int, ...]] = {}
             for weight in self._all:
-                whole = tensors[weight.name]
-                if weight.kind == "expert" and self._groups.experts is not None:
-                    whole = whole.chunk(self._groups.experts.size())[self._groups.experts.rank()]
-                local_part(weight.parameter).copy_(_shard_like(whole.to(self._groups.device), weight.parameter))
-            for name, buffer in self._model.named_buffers():
-                if name in tensors:
-                    buffer.copy_(tensors[name])
+                shape = self.whole_shape(weight)
+                parts = stacked_from(self._model, weight.name, shape[0])
+                wanted |= dict.fromkeys(parts, shape[1:]) if parts else {weight.name: shape}
+            buffers = {name: tuple(buffer.shape) for name, buffer in self._model.named_buffers() if name in tensors}
+            for name, shape in (wanted | buffers).items():
+                if name not in tensors:
+                    raise CheckpointError(f"{source} lacks {name}, which this model has")
+                if tuple(tensors[name].shape) != shape:
+                    raise CheckpointError(f"{source} has {name} of shape {tuple(tensors[name].shape)}, this model has it of shape {shape}")
+            return list(buffers)
+
+        return self._groups.from_readers(compare)
+
+    @torch.no_grad()
+    def take(self, tensors: dict[str, torch.Tensor] | None, buffers: Iterable[str]) -> None:
+        """Takes this rank's part of whole tensors that `check` lets pass, one after another.
+
+        tensors: by their names in a model that was read, emptied on the way; None on ranks that get them from rank 0. buffers: of `check`.
+        """
+        self.settle()
+        for weight in self._all:
+            self._take_weight(weight, tensors)
+        here = dict(self._model.named_buffers())
+        for name in buffers:
+            here[name].copy_(self._received(here[name], None if tensors is None else tensors.pop(name)))
+
+    def _take_weight(self, weight: Weight, tensors: dict[str, torch.Tensor] | None) -> None:
+        shape, whole = self.whole_shape(weight), None
+        if tensors is not None:
+            parts = stacked_from(self._model, weight.name, shape[0])
+            whole = torch.stack([tensors.pop(name) for name in parts]) if parts else tensors.pop(weight.name)
+        whole = self._received(torch.empty(shape, dtype=weight.parameter.dtype, device="meta"), whole)
+        if weight.kind == "expert" and self._groups.experts is not None:
+            whole = whole.chunk(self._groups.experts.size())[self._groups.experts.rank()]
+        local_part(weight.parameter).copy_(_shard_like(whole, weight.parameter))
+
+    def _received(self, like: torch.Tensor, tensor: torch.Tensor | None) -> torch.Tensor:
+        """A whole tensor on this rank's device: its own, or that of rank 0, of the same shape and type as another."""
+        device = self._groups.device
+        here = torch.empty_like(like, device=device) if tensor is None else tensor.to(device, like.dtype).contiguous()
+        if self._groups.divides_weights:
+            dist.broadcast(here, src=0)
+        return here
 
     def _buffers(self) -> Tensors:
         """Those that checkpoints have."""
