@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from twinkle_remote import remote_class
-from twinkle_sync import CheckpointEngineManager, CheckpointFolder, ShapesDiffer, WeightSender, WeightsUnavailable
+from twinkle_sync import CheckpointEngineManager, CheckpointFolder, ShapesDiffer, StateDict, WeightSender, WeightsUnavailable
 from twinkle_vllm import IncompleteWeights, SamplerError, _weights
 from twinkle_vllm.testing import logprob_error
 
@@ -125,6 +125,9 @@ def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, samp
     manager = CheckpointEngineManager(model=CheckpointFolder(tmp_path), sampler=sampler)
     with pytest.raises(ShapesDiffer, match=r"embed_tokens\.weight: the sender's has shape \(50, 64\)"):
         manager.sync_weights()
+    tensors = dict(kit.tensors_of(models["new"][1]))
+    with pytest.raises(ShapesDiffer, match=r"the sender has model\.nrm\.weight, which the model of this vLLMSampler does not have \(1 such"):
+        CheckpointEngineManager(model=StateDict({**tensors, "model.nrm.weight": torch.ones(64)}), sampler=sampler).sync_weights()
     assert logprob_error(sampler, models["old"][1], prompts) < 2e-5
 
 

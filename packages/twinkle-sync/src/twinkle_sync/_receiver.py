@@ -61,6 +61,9 @@ class WeightReceiver:
         """
         return ()
 
+    def check_weight_specs(self, specs: Iterable[TensorSpec]) -> None:
+        """Called with what a sender announces, once that has all of `weight_specs_expected`. What it raises refuses the update."""
+
     def require_weights(self) -> None:
         """WeightsUnavailable while the weights are half-loaded. While another thread of this process loads them, it waits for that to end."""
         while (loading := self._weights_loading) is not None and loading.thread != threading.get_ident():
@@ -150,6 +153,7 @@ class WeightReceiver:
                 raise ShapesDiffer(f"the sender has no {name}, which this {type(self).__name__} needs; it has {len(sent)} tensors")
         for spec in sent.values():
             self._check(spec, expected, plan)
+        self.check_weight_specs(sent.values())
 
     def _checked(
         self, tensors: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, TensorSpec], plan: TransferPlan

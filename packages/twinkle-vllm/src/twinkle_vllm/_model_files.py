@@ -59,14 +59,9 @@ class ModelFiles:
                 (size,) = struct.unpack("<Q", stream.read(8))  # https://github.com/huggingface/safetensors#format
                 entries = json.loads(stream.read(size))
             shapes |= {name: tuple(entry["shape"]) for name, entry in entries.items() if name != "__metadata__"}
-        if self.ties_head:
+        if self._read("config.json").get("tie_word_embeddings"):
             shapes.pop("lm_head.weight", None)
         return shapes
-
-    @property
-    def ties_head(self) -> bool:
-        """Whether the head is the embedding."""
-        return bool(self._read("config.json").get("tie_word_embeddings"))
 
     @property
     def linear_names(self) -> list[str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from twinkle_data import InputFeature, SampleResponse, SamplingParams, Template
 from twinkle_mesh import DeviceMesh, launcher_rank
 from twinkle_remote import remote_class, remote_function
-from twinkle_sync import TensorSpec, WeightReceiver, WeightsUnavailable
+from twinkle_sync import ShapesDiffer, TensorSpec, WeightReceiver, WeightsUnavailable
 
 from ._adapters import Adapters, read_adapter
 from ._engine import build_engine, check_mesh
@@ -26,6 +26,8 @@ from ._model_files import ModelFiles
 from ._options import EngineFacts, OptionSource, check_options, engine_params, params_of_each, scoring_params
 from ._outputs import NOT_FINITE, as_responses, prompt_logprobs
 from ._weights import replace_weights, without_tied_head
+
+_HEAD = "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -328,14 +330,20 @@ class vLLMSampler(WeightReceiver):
 
         Raises IncompleteWeights when a tensor of the model's folder is missing, SamplerError for a head of its own where the model's is tied.
         """
-        if self._files.ties_head:
-            tensors = without_tied_head(tensors)
+        if self._weight_shapes and _HEAD not in self._weight_shapes:  # tied to the embedding
+            tensors = without_tied_head(tensors, _HEAD)
         self._loop.update(lambda: replace_weights(self._engine, tensors, frozenset(self._weight_shapes)), version)
 
     def weight_specs_expected(self) -> list[TensorSpec]:
         """The tensors of the model's folder, in the engine's dtype."""
         dtype = str(self._engine.llm_engine.model_config.dtype).removeprefix("torch.")
         return [TensorSpec(name, dtype, shape) for name, shape in self._weight_shapes.items()]
+
+    def check_weight_specs(self, specs: Iterable[TensorSpec]) -> None:
+        """ShapesDiffer for a tensor that the model's folder does not have: vLLM would raise for it in the middle of the update, or leave it out."""
+        unknown = [spec.name for spec in specs if spec.name not in self._weight_shapes and not spec.name.endswith((_HEAD, "inv_freq"))]
+        if unknown and self._weight_shapes:
+            raise ShapesDiffer(f"the sender has {unknown[0]}, which the model of this vLLMSampler does not have ({len(unknown)} such tensors)")
 
     def prepare_for_weights(self, version: int, timeout_s: float) -> None:
         """Before an update: end what would become too old, or wait for it. Raises SamplerError when that takes longer than `timeout_s`."""

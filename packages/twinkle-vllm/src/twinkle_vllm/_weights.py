@@ -55,7 +55,7 @@ def complete(tensors: NamedTensors, expected: frozenset[str]) -> Iterator[tuple[
         )
 
 
-def without_tied_head(tensors: NamedTensors, head_name: str = "lm_head.weight") -> Iterator[tuple[str, torch.Tensor]]:
+def without_tied_head(tensors: NamedTensors, head_name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """For a model whose head is its embedding: leave out a head that comes all the same. SamplerError at the end when it is another matrix.
 
     (vLLM 0.32 would load it over the embedding.) Some rows are compared: a head that was trained for itself differs in all.
