@@ -400,7 +400,7 @@ def test_metrics_that_were_added_are_an_adapters_own_and_have_names_of_their_own
         trainer.add_metric(lambda inputs: {}, adapter_name="other")
 
 
-def test_what_ctrl_c_interrupts_is_not_added_to(trainer):
+def test_what_ctrl_c_interrupts_is_not_added_to(trainer, monkeypatch):
     rows = random_features()
     trainer.forward_backward(rows, 2)
     want = trainer.export_gradients()
@@ -424,13 +424,39 @@ def test_what_ctrl_c_interrupts_is_not_added_to(trainer):
     trainer.forward_backward(rows, 2)
     have = trainer.export_gradients()
     assert all(np.array_equal(have[name], gradient) for name, gradient in want.items())
-    step, trainer._optimizer.step = trainer._optimizer.step, lambda: interrupted(None)
-    calls[:] = calls[:1]
-    with pytest.raises(KeyboardInterrupt):
-        trainer.step()
+    # Gradients of which some are summed or scaled, and some are not.
+    for method, call in (("_reduce_gradients", trainer.step), ("_scale_gradients", trainer.step), ("_scale_gradients", trainer.clip_grad_and_step)):
+        trainer.zero_grad()
+        trainer.forward_backward(rows, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, method, lambda *args: interrupted(None))
+            calls[:] = calls[:1]
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        with pytest.raises(CallOrderError, match="after an error"):
+            trainer.step()
+    trainer.zero_grad()
+    trainer.forward_backward(rows, 2)
+    trainer.clip_grad_norm(float("inf"))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_scale_gradients", lambda *args: interrupted(None))
+        calls[:] = calls[:1]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.clip_grad_norm(1e-6)
     with pytest.raises(CallOrderError, match="after an error"):
         trainer.step()
-    trainer._optimizer.step = step
+    trainer.zero_grad()
+    trainer.forward_backward(rows, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._optimizer, "step", lambda: interrupted(None))
+        calls[:] = calls[:1]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step()
+    with pytest.raises(CallOrderError, match="after an error"):
+        trainer.step()
+    trainer.zero_grad()
+    with pytest.raises(CallOrderError, match="the last step was interrupted"):
+        trainer.forward_backward(rows, 2)
 
 
 def test_a_new_loss_begins_with_no_metrics(trainer):

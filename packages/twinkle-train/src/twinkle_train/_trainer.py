@@ -638,8 +638,9 @@ class TrainerBase(TrainModel):
         divisor = state.divisor(method)
         if divisor is None:
             return
-        self._reduce_gradients(state.adapter_name)
-        self._scale_gradients(state.adapter_name, 1 / divisor)
+        with _broken_unless_done(state):
+            self._reduce_gradients(state.adapter_name)
+            self._scale_gradients(state.adapter_name, 1 / divisor)
         state.mark_means()
 
     def _clip(self, state: TrainState[PendingForward], max_grad_norm: float, method: str) -> float:
@@ -655,7 +656,8 @@ class TrainerBase(TrainModel):
             return norm
         state.record_grad_norm(norm)
         if norm > max_grad_norm:
-            self._scale_gradients(state.adapter_name, max_grad_norm / (norm + _CLIP_EPSILON))
+            with _broken_unless_done(state):
+                self._scale_gradients(state.adapter_name, max_grad_norm / (norm + _CLIP_EPSILON))
         return norm
 
     def _take_step(self, state: TrainState[PendingForward], method: str) -> None:
@@ -702,6 +704,16 @@ class TrainerBase(TrainModel):
     def _clear(self, state: TrainState[PendingForward]) -> None:
         self._zero_gradients(state.adapter_name)
         state.clear_gradients()
+
+
+@contextmanager
+def _broken_unless_done(state: TrainState[PendingForward]) -> Iterator[None]:
+    """Gradients are changed in place in this context: when it does not end well, some are and some are not."""
+    try:
+        yield
+    except BaseException:
+        state.mark_broken()
+        raise
 
 
 def _tokens_of(feature: Row) -> Iterator[tuple[str, NDArray[np.int64]]]:
