@@ -83,6 +83,40 @@ def test_a_pass_that_did_not_end_leaves_nothing(name: str, pools: Any, checkpoin
 
 
 @pytest.mark.timeout(120)
+def test_an_adapter_that_was_being_chosen_is_chosen_again(checkpoint: Any, features: list[Any], monkeypatch: Any) -> None:
+    from twinkle_transformers import TransformersModel
+
+    model: Any = TransformersModel(checkpoint("qwen3"))
+    rows = features[:2]
+    want = model.forward_only(rows).get().logprobs
+    model.add_adapter_to_model("a", {"r": 2})
+    for matrix in dict(model.iter_adapter("a")).values():
+        matrix.fill_(0.1)
+    with_a = model.forward_only(rows, adapter_name="a").get().logprobs
+    assert all(np.abs(one - other).max() > 1e-3 for one, other in zip(with_a, want, strict=True))
+    last = list(model._adapters._layers.values())[-1]
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for begins in ("", "a"):
+        model.forward_only(rows, adapter_name=begins).get()
+        with monkeypatch.context() as patch:
+            patch.setattr(last, "enable_adapters", stop)
+            for call in (
+                lambda begins=begins: model.forward_only(rows, adapter_name="" if begins else "a"),
+                lambda: model.add_adapter_to_model("b", {"r": 2}),
+            ):
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+                patch.undo()
+                have = model.forward_only(rows, adapter_name=begins).get().logprobs
+                assert all(np.array_equal(one, other) for one, other in zip(have, with_a if begins else want, strict=True))
+                patch.setattr(last, "enable_adapters", stop)
+    model.close()
+
+
+@pytest.mark.timeout(120)
 def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(checkpoint: Any, features: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
     from twinkle_train import CallOrderError, CheckpointError
     from twinkle_transformers import TransformersModel

@@ -111,7 +111,7 @@ class Adapters:
         self._fused, self._without = fused_linear_layers(model, groups)
         self._adapters: dict[str, Adapter] = {}
         self._layers: dict[str, Any] = {}
-        self._active = ""
+        self._active: str | None = ""  # None: a change of it was interrupted
         self._num_made = 0
 
     def __getitem__(self, name: str) -> Adapter:
@@ -134,6 +134,7 @@ class Adapters:
                 )
         if not chosen:
             raise ConfigError(f"{type(self._model).__name__} has no linear layers (torch.nn.Linear) that an adapter could be on")
+        active, self._active = self._active or "", None
         slot = f"adapter{self._num_made}"
         self._num_made += 1
         self._put(lora, modules, slot)
@@ -141,7 +142,7 @@ class Adapters:
         adapter = Adapter(name, lora, slot, {module: self._layers[module] for module in modules}, experts, self._groups)
         adapter.draw(self._seed)
         self._adapters[name] = adapter
-        self._activate(self._active)
+        self._activate(active)
 
     def _refuse_experts(self, lora: LoraConfig) -> None:
         """ConfigError when target modules are experts that cannot have adapters."""
@@ -184,6 +185,7 @@ class Adapters:
             self._activate(name)
 
     def _activate(self, name: str) -> None:
+        self._active = None
         for layer in self._layers.values():
             if name:
                 layer.set_adapter(self._adapters[name].slot)
