@@ -68,7 +68,8 @@ class BodyLimit:
         size, more, deadline = 0, True, time.monotonic() + self._timeout_s
         while more:
             try:
-                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0.001))
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
+                    message = await receive()
             except TimeoutError:
                 await answer(send, 408, f"the body did not arrive within {self._timeout_s:g} s")
                 return

@@ -89,11 +89,13 @@ class Store:
             conditions.append(table.c.tenant == tenant)
         order = table.c.number if _GENERATED in table.c else table.c.created_at
         with self._read() as connection:
-            count = connection.execute(select(func.count()).select_from(table).where(and_(True, *conditions))).scalar_one()
             rows = connection.execute(
                 select(table).where(and_(True, *conditions)).order_by(order.desc() if newest_first else order).limit(limit).offset(offset)
             ).mappings()
-            return [_record(kind, row) for row in rows], count
+            found = [_record(kind, row) for row in rows]
+            if len(found) < limit and (found or not offset):
+                return found, offset + len(found)
+            return found, connection.execute(select(func.count()).select_from(table).where(and_(True, *conditions))).scalar_one()
 
     # Keys.
 
@@ -185,6 +187,8 @@ class Store:
 
     def latest_checkpoints(self, run_ids: Sequence[str], now: float) -> dict[tuple[str, str], Checkpoint]:
         """The newest checkpoints of runs that have not expired, by run and kind."""
+        if not run_ids:
+            return {}
         table = tables.checkpoints
         live = and_(table.c.run_id.in_(run_ids), or_(table.c.expires_at.is_(None), table.c.expires_at > now))
         newest = select(func.max(table.c.number)).where(live).group_by(table.c.run_id, table.c.kind)
