@@ -18,7 +18,8 @@ import ray
 
 import twinkle_remote as tr
 from twinkle_mesh import DeviceGroup, PlacementError
-from twinkle_remote._ray_cluster import _remove, _stat, remove_stale
+from twinkle_remote._ray_cluster import _remove
+from twinkle_remote._scratch import process_stat, remove_stale
 
 COMPONENT = """
 import os, subprocess, sys, threading, time
@@ -28,6 +29,9 @@ from twinkle_mesh import DeviceGroup
 
 @tr.remote_class()
 class Part:
+    def __init__(self):
+        self.folder = tr.ScratchFolder("twinkle-part-")
+
     @tr.remote_function(dispatch="all", collect="first")
     def work(self, seconds=0.0):
         time.sleep(seconds)
@@ -179,9 +183,10 @@ def test_nothing_stays_behind(script, end, expected):
         if end == signal.SIGKILL:  # nobody was left to remove the folder: the next driver does
             for pid, _ in session_members(driver.pid):
                 os.kill(pid, signal.SIGKILL)
-            assert len(list((folder / "t").glob("tw-*"))) == 1
-            remove_stale(folder / "t")
-        assert list((folder / "t").glob("tw-*")) == [], output
+            for prefix in ("tw-", "twinkle-part-"):
+                assert len(list((folder / "t").glob(f"{prefix}*"))) == 1
+                remove_stale(folder / "t", prefix)
+        assert list((folder / "t").glob("tw*")) == [], output
     finally:
         driver.kill()
         for pid, _ in session_members(driver.pid):
@@ -255,7 +260,7 @@ with open({str(folder / "logs" / "agent.log")!r}, "w") as log:
         _remove(folder)
         time.sleep(0.2)
         assert not folder.exists()
-        assert _stat(pid) is None
+        assert process_stat(pid) is None
         assert bystander.poll() is None  # the control: one that is somebody's child is left alone
     finally:
         bystander.kill()

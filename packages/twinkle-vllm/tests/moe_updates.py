@@ -1,6 +1,7 @@
 """Run by test_vllm_updates in a process of its own: weight updates of a mixture of experts. Prints the errors as JSON."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,26 @@ def error(sampler: vLLMSampler, model: Any) -> float:
     return logprob_error(sampler, model, PROMPTS)
 
 
+def warns_of_templates(sampler: vLLMSampler) -> bool:
+    """Whether an engine without tokenizer warns that it cannot try a conversation, as it does when it is built."""
+    from vllm.renderers import ChatParams
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("vllm.renderers.base")
+    logger.addHandler(handler)
+    logger.propagate = False  # it is not to be printed here either
+    sampler._engine.renderer.warmup(ChatParams())
+    return any("Chat template warmup failed" in record.getMessage() for record in records)
+
+
 def main(root: Path) -> None:
     old, new = save_moe(root / "old", 0), save_moe(root / "new", 1)
     sampler = vLLMSampler(root / "old", {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20})
     manager = CheckpointEngineManager(model=CheckpointFolder(root / "new"), sampler=sampler)
-    errors = {"at_start": error(sampler, old), "control": error(sampler, new)}
+    errors: dict[str, Any] = {"at_start": error(sampler, old), "control": error(sampler, new)}
+    errors["warns_of_templates"] = warns_of_templates(sampler)
     for name in ("after_first_update", "after_second_update"):
         manager.sync_weights()
         errors[name] = error(sampler, new)

@@ -134,12 +134,18 @@ def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, samp
 def test_experts_are_right_after_updates_and_wrong_without_the_repair(tmp_path):
     """In a process of its own: vLLM makes its expert-parallel groups with the first engine of a process, or never."""
     script = Path(__file__).with_name("moe_updates.py")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=240)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     errors = json.loads(done.stdout.strip().splitlines()[-1])
     assert max(errors["at_start"], errors["after_first_update"], errors["after_second_update"], errors["repaired_again"]) < 2e-5
     assert errors["control"] > 0.1  # the two models differ
     assert errors["without_repair"] > 0.01  # when this fails, vLLM packs the experts again itself
+    assert errors["warns_of_templates"]  # when this fails, vLLM no longer warns of what nobody uses here, and `build_engine` need not leave that out
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.full

@@ -27,6 +27,7 @@ from twinkle_remote._initialize import initialize
 from twinkle_remote._lazy import LazyResult, gather
 from twinkle_remote._meeting import HeldPort, Rendezvous
 from twinkle_remote._protocol import Runtime
+from twinkle_remote._scratch import ScratchFolder
 from twinkle_remote._state import current_runtime, held_port, in_worker, rendezvous, shutdown
 from twinkle_remote._stats import ComponentStats, MethodStats
 
@@ -53,6 +54,7 @@ __all__ = [
     "Rendezvous",
     "Runtime",
     "RuntimeStateError",
+    "ScratchFolder",
     "StartTimeoutError",
     "Weighted",
     "WorkerDiedError",

@@ -14,11 +14,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from twinkle_remote import _event_loop
+from twinkle_remote import _event_loop, _scratch
 from twinkle_remote._meeting import hold_port
 
 logger = logging.getLogger("twinkle_remote")
@@ -32,7 +33,7 @@ _ASKED_AT_ONCE = 16
 
 
 class ControlServer:
-    """Answers `look`, `stacks` and `abort` in a daemon thread.
+    """Answers `look`, `stacks`, `abort` and `leave` in a daemon thread.
 
     host: the address to listen on. token: what a question must hold. waiting: whether the main thread waits for a remote call, whose
     own deadline bounds it.
@@ -65,7 +66,7 @@ class ControlServer:
         asked = cast("dict[str, Any]", question)
         if not hmac.compare_digest(str(asked.get("token")), self._token):
             return
-        what = {"look": self._look, "stacks": self._stacks, "abort": abort_nccl}.get(str(asked.get("ask")))
+        what = {"look": self._look, "stacks": self._stacks, "abort": abort_nccl, "leave": _leave}.get(str(asked.get("ask")))
         if what is not None:
             connection.sendall(json.dumps(what()).encode() + b"\n")
 
@@ -101,6 +102,24 @@ def ask_all(addresses: Sequence[tuple[str, int]], token: str, what: str, timeout
         return list(pool.map(ask_one, addresses))
 
 
+def tell_to_leave(addresses: Sequence[tuple[str, int]], token: str, timeout_s: float) -> None:
+    """Have workers remove their temporary files before they are ended; waits for all of them together, at most `timeout_s`.
+
+    Without threads, which cannot be started when the interpreter is about to end.
+    """
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as connections:
+        asked: list[socket.socket] = []
+        for address in addresses:
+            with suppress(OSError):  # it has ended already
+                asked.append(connections.enter_context(socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic()))))
+                asked[-1].sendall(json.dumps({"token": token, "ask": "leave"}).encode() + b"\n")
+        for connection in asked:
+            with suppress(OSError, ValueError):
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                _read_line(connection, _MAX_ANSWER_BYTES)
+
+
 def listens(host: str, port: int) -> bool:
     """Whether a worker's control port is open, that is, whether its process still runs."""
     try:
@@ -118,6 +137,11 @@ def abort_nccl() -> dict[str, Any]:
 
     distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
     return {"aborted": True}
+
+
+def _leave() -> dict[str, Any]:
+    _scratch.remove_all()
+    return {}
 
 
 def _held_up_s() -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from twinkle_mesh import Node, visible_devices_variable
 from twinkle_remote._errors import ClusterConnectionError, RuntimeStateError, StartTimeoutError
 from twinkle_remote._ray_api import GcsClient, ray, services
+from twinkle_remote._scratch import mark_owner, process_stat, remove_stale
 
 logger = logging.getLogger("twinkle_remote")
 
@@ -23,7 +24,7 @@ DEFAULT_OBJECT_STORE_BYTES = 512 << 20
 _MAX_FOLDER_BYTES = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 _END_TIMEOUT_S = 10.0
 _REMOVE_TIMEOUT_S = 5.0
-_OWNER = "driver"  # in a session folder: the process that it belongs to, and when that started
+_PREFIX = "tw-"
 _CONNECT_TIMEOUT_S = 10.0
 _KNOCK_S = 1.0
 
@@ -142,7 +143,7 @@ def _orphans(folder: Path) -> set[tuple[int, str]]:
             continue
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             uses = any(os.readlink(link).startswith(f"{folder}/") for link in (entry / "fd").iterdir())
-            if uses and int(entry.name) != os.getpid() and (stat := _stat(int(entry.name))) is not None and _adopts(stat[0]):
+            if uses and int(entry.name) != os.getpid() and (stat := process_stat(int(entry.name))) is not None and _adopts(stat[0]):
                 found.add((int(entry.name), stat[1]))
     return found
 
@@ -224,27 +225,14 @@ def _is_refusal(error: Exception) -> bool:
 
 def _session_parent() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(parent)) + len("/tw-12345678") <= _MAX_FOLDER_BYTES:
-            remove_stale(Path(parent))
-            folder = Path(tempfile.mkdtemp(prefix="tw-", dir=parent))
-            stat = _stat(os.getpid())
-            (folder / _OWNER).write_text(f"{os.getpid()} {'' if stat is None else stat[1]}")
+        if len(os.fsencode(parent)) + len(f"/{_PREFIX}12345678") <= _MAX_FOLDER_BYTES:
+            remove_stale(Path(parent), _PREFIX)
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # no ScratchFolder: before it goes, the processes that use it have to end
+            mark_owner(folder)
             return folder
     raise RuntimeStateError(
         f"the folder for temporary files, {tempfile.gettempdir()}, has too long a name for Ray's sockets: set TMPDIR to a shorter one"
     )
-
-
-def remove_stale(parent: Path) -> None:
-    """Remove the session folders of drivers of this user that were killed, and so could not do it themselves."""
-    for owner in parent.glob(f"tw-*/{_OWNER}"):
-        with contextlib.suppress(OSError, ValueError):
-            if owner.stat().st_uid != os.getuid():
-                continue
-            pid, start = owner.read_text().split()
-            stat = _stat(int(pid))
-            if stat is None or stat[1] != start:
-                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _ray_processes(folder: Path) -> set[tuple[int, str]]:
@@ -252,7 +240,7 @@ def _ray_processes(folder: Path) -> set[tuple[int, str]]:
     children: dict[int, list[int]] = {}
     started: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (stat := _stat(int(entry.name))) is not None:
+        if entry.name.isdecimal() and (stat := process_stat(int(entry.name))) is not None:
             parent, start = stat
             children.setdefault(parent, []).append(int(entry.name))
             started[int(entry.name)] = start
@@ -260,15 +248,6 @@ def _ray_processes(folder: Path) -> set[tuple[int, str]]:
     for pid in found:  # grows while we walk
         found.extend(children.get(pid, []))
     return {(pid, started[pid]) for pid in found}
-
-
-def _stat(pid: int) -> tuple[int, str] | None:
-    """Parent and start time of a process that runs."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else (int(fields[1]), fields[19])
 
 
 def _command_line(pid: int) -> bytes:
@@ -282,7 +261,7 @@ def _end(processes: set[tuple[int, str]], timeout_s: float) -> None:
     """Wait until the processes have ended; end those by force that do not."""
     deadline = time.monotonic() + timeout_s
     killed = False
-    while left := {(pid, start) for pid, start in processes if (stat := _stat(pid)) is not None and stat[1] == start}:
+    while left := {(pid, start) for pid, start in processes if (stat := process_stat(pid)) is not None and stat[1] == start}:
         if time.monotonic() > deadline:
             if killed:
                 return

@@ -298,6 +298,10 @@ class RayComponent:
             if self._crew is not None:
                 self._crew.kill()
 
+    def living(self) -> list[tuple[str, int]]:
+        """The control channels of the workers, none where they have been ended."""
+        return [] if self._lost is not None or self._crew is None else self._crew.addresses(range(self.num_workers))
+
     def close(self) -> None:
         """End the workers for good: the runtime shuts down."""
         self._origin = None

@@ -11,6 +11,7 @@ from typing import Any
 
 from twinkle_mesh import DeviceGroup, DeviceMesh, PlacementPlan, plan_placement
 from twinkle_remote import _ray_cluster
+from twinkle_remote._control import tell_to_leave
 from twinkle_remote._errors import PlacementTimeoutError
 from twinkle_remote._local import find_group, named
 from twinkle_remote._protocol import Execute
@@ -24,6 +25,7 @@ logger = logging.getLogger("twinkle_remote")
 
 # Threads that are in a call when their workers are ended hear of it within moments.
 _LEAVE_TIMEOUT_S = 10.0
+_TIDY_TIMEOUT_S = 2.0  # for workers to remove their temporary files
 
 
 class RayRuntime(RayHost):
@@ -98,6 +100,7 @@ class RayRuntime(RayHost):
                 last.callback(self._on_shutdown, self)
                 last.callback(self._cluster.close)
                 last.callback(self.gate.wait_until_alone, _LEAVE_TIMEOUT_S)
+                tell_to_leave([address for component in self._components.values() for address in component.living()], self.token, _TIDY_TIMEOUT_S)
                 for component in (*self._components.values(), *self._borrowed.values()):
                     component.close()
                 for place in self._reserved.values():

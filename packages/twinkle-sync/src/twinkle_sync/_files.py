@@ -1,7 +1,6 @@
 """The transport over a folder that all processes see: a shared file system, or one machine's memory (/dev/shm)."""
 
 import os
-import shutil
 import struct
 import tempfile
 import time
@@ -9,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from twinkle_remote import ScratchFolder
 
 from ._board import BoardTransport
 from ._deadline import Deadline
@@ -24,7 +25,7 @@ class FolderTransport(BoardTransport):
     """Messages as files in a folder that rank 0 makes inside the one that the environment variable TWINKLE_TRANSFER_FOLDER names.
 
     Without the variable it is the system's folder for temporary files, which processes of one machine share. A file appears under its name
-    once it is complete.
+    once it is complete. What a killed rank 0 leaves is removed by the next that makes a folder there.
 
     Args:
         parent: the folder to make it in, on rank 0, in place of the variable's.
@@ -40,12 +41,14 @@ class FolderBoard:
     def __init__(self, parent: str | None = None) -> None:
         self._parent = parent
         self._folder = Path()
+        self._made: ScratchFolder | None = None
 
     def open(self, deadline: Deadline) -> str:
         parent = self._parent or os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir()
         if not Path(parent).is_dir():
             raise ChannelMisuse(f"{FOLDER_VARIABLE} is {parent!r}, which is no folder: name one that trainers and samplers see")
-        self._folder = Path(tempfile.mkdtemp(prefix="twinkle-transfer-", dir=parent))
+        self._made = ScratchFolder("twinkle-transfer-", parent)
+        self._folder = self._made.path
         return str(self._folder)
 
     def join(self, address: str, deadline: Deadline) -> None:
@@ -84,8 +87,8 @@ class FolderBoard:
             (self._folder / name).unlink(missing_ok=True)
 
     def close(self, *, is_mine: bool) -> None:
-        if is_mine:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._made is not None:
+            self._made.remove()
 
 
 def _read(path: Path) -> tuple[bytes, torch.Tensor]:

