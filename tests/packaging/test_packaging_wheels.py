@@ -45,6 +45,9 @@ WITHOUT_EXTRA = {
 # As the documentation has it. httpx and pydantic are loaded when a client is made.
 IMPORT_OF_THE_CLIENT = "from twinkle_client.manager import TwinkleClient"
 
+# All of its python blocks are programs, which run in this order in one folder.
+WHOLE_READMES = {"twinkle-sync", "twinkle-vllm"}
+
 # Extras that a README may offer and that this machine cannot take.
 NEEDS_A_GPU = {"cuda", "te", "flash"}
 
@@ -144,10 +147,23 @@ def readme_example(readme: str, name: str) -> tuple[set[str], str]:
     return extras - NEEDS_A_GPU, rest.partition("\n```")[0] + "\n"
 
 
+def other_examples(readme: str) -> list[tuple[set[str], str]]:
+    """The later python blocks, each with what is installed up to there: packages of ours with extras."""
+    parts = re.split(r"```python\n(.*?\n)```", readme, flags=re.DOTALL)
+    found: list[tuple[set[str], str]] = []
+    for index in range(3, len(parts), 2):
+        named = re.findall(r"\b(twinkle-[a-z]+)\[([^]]*)\]", "".join(parts[: index + 1]))
+        wanted = {(package, extra.strip()) for package, group in named for extra in group.split(",")}
+        found.append(({f"{package}[{extra}]" for package, extra in wanted if extra not in NEEDS_A_GPU}, parts[index]))
+    return found
+
+
 def test_readme_examples_take_the_extras_named_before_them() -> None:
     block = "```python\nprint(1)\n```\n"
     install = "pip install 'twinkle-x[a, b]'\npip install 'twinkle-x[cuda]'\n"
     assert readme_example(f"{install}{block}pip install 'twinkle-x[c]'\n```python\nprint(2)\n```", "twinkle-x") == ({"a", "b"}, "print(1)\n")
+    more = f"{install}{block}```python\n# pip install 'twinkle-y[c]'\nprint(2)\n```\n"
+    assert other_examples(more) == [({"twinkle-x[a]", "twinkle-x[b]", "twinkle-y[c]"}, "# pip install 'twinkle-y[c]'\nprint(2)\n")]
     with pytest.raises(AssertionError, match="no ```python block"):
         readme_example(install, "twinkle-x")
     with pytest.raises(AssertionError, match="no `pip install twinkle-y`"):
@@ -160,3 +176,13 @@ def test_its_readme_example_runs_with_the_extras_that_it_names(distribution: Dis
         environment.install(f"{distribution.name}[{','.join(sorted(extras))}]=={distribution.version}")
     # A file of its own that can be imported again: the example may start processes.
     environment.execute(code, timeout_s=300)
+
+
+@pytest.mark.full
+def test_all_examples_of_its_readme_run_one_after_another(distribution: Distribution, environment: Environment) -> None:
+    if distribution.name not in WHOLE_READMES:
+        pytest.skip("some of its examples are parts of programs")
+    readme = (distribution.folder / "README.md").read_text()
+    for requirements, code in other_examples(readme):
+        environment.install(*sorted(requirements))
+        environment.execute(code, timeout_s=400)
