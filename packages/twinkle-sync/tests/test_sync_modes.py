@@ -18,8 +18,10 @@ from twinkle_sync import (
     WeightReceiver,
     WeightSender,
     WeightsUnavailable,
+    WorkerInfo,
 )
 from twinkle_sync._delta import Kept
+from twinkle_sync._plan import senders_of
 
 
 def some_weights(seed=0, dtype=torch.bfloat16):
@@ -243,3 +245,19 @@ def test_merged_weights_take_the_place_of_all_and_can_be_taken_back_by_a_delta()
     assert torch.equal(sink.weights["embed"], source.weights["embed"] + 1)
     assert sink.adapters == {}
     assert sink.loaded_version == 4
+
+
+@pytest.mark.parametrize(
+    ("trainers", "samplers", "num_senders", "expected"),
+    [
+        ("aaaa", "aa", None, [0, 0]),  # one machine: one sends
+        ("aabb", "bab", None, [2, 0, 2]),  # each machine has its own
+        ("aabb", "cdec", None, [0, 2, 0, 0]),  # machines of samplers only take turns
+        ("a", "bcd", None, [0, 0, 0]),
+        ("aaaa", "aaa", 2, [0, 1, 0]),
+    ],
+)
+def test_receivers_hear_of_a_sender_on_their_machine(trainers, samplers, num_senders, expected):
+    able = [WorkerInfo(rank, host, rank, can_send=True) for rank, host in enumerate(trainers)]
+    receivers = [WorkerInfo(rank, host, 100 + rank) for rank, host in enumerate(samplers)]
+    assert senders_of(receivers, able, num_senders) == expected

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from twinkle_mesh import DeviceGroup
 from twinkle_remote import WorkerDiedError, initialize, remote_class, remote_function, rendezvous
-from twinkle_sync import CheckpointEngineManager, WeightReceiver, WeightSender, WeightsUnavailable
+from twinkle_sync import ChannelMisuse, CheckpointEngineManager, TransferCorrupted, WeightReceiver, WeightSender, WeightsUnavailable
 
 
 @remote_class()
@@ -35,15 +35,17 @@ class Trainer(WeightSender):
             shard = torch.full((100,), self.value + 10 * self.rank + index)
             parts = [torch.empty_like(shard) for _ in range(2)]
             dist.all_gather(parts, shard)
-            if self.fail and index == 2:
+            if self.fail == "differ":
+                parts[0] += self.rank
+            elif self.fail and index == 2:
                 if self.fail == "die":
                     os._exit(1)
                 raise ZeroDivisionError("the export failed")
             yield f"w{index}", torch.cat(parts)
 
     @remote_function(dispatch="all", lazy_collect=False)
-    def set(self, value: float, fail: str = "") -> None:
-        self.value, self.fail = value, fail
+    def set(self, value: float, fail: str = "", every_rank_has_weights: bool = False) -> None:
+        self.value, self.fail, self.every_rank_has_weights = value, fail, every_rank_has_weights
 
     @remote_function(dispatch="all", lazy_collect=False)
     def count_exports(self) -> int:
@@ -91,8 +93,9 @@ def _placed(cls: Any, group: str) -> Any:
     return cls(remote_group=group)
 
 
-def _manager(trainer: Any, sampler: Any, transport: str | None = None) -> CheckpointEngineManager:
-    return CheckpointEngineManager(model=trainer, sampler=sampler, bucket_size_bytes=1024, timeout_s=20, transport=transport)
+def _manager(trainer: Any, sampler: Any, transport: str | None = None, num_senders: int | None = None) -> CheckpointEngineManager:
+    options: Any = {"bucket_size_bytes": 1024, "timeout_s": 20, "transport": transport, "num_senders": num_senders}
+    return CheckpointEngineManager(model=trainer, sampler=sampler, **options)
 
 
 @pytest.mark.timeout(240)
@@ -111,6 +114,33 @@ def test_weights_travel_through_the_object_store_and_a_failure_there_is_an_error
     trainer.set(9.0)
     manager.sync_weights()
     assert [weights for weights, _ in sampler.look()] == [_expected(9.0)] * 2
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", ["gloo", *(pytest.param(name, marks=pytest.mark.full) for name in ("folder", "ray"))])
+def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer, transport):
+    sampler = _placed(Sampler, "sampler")
+    trainer.set(2.0)
+    with pytest.raises(ChannelMisuse, match="num_senders is 2, and 1 of 2 ranks of the trainer have whole weights"):
+        _manager(trainer, sampler, transport, 2).sync_weights()
+    manager = _manager(trainer, sampler, transport, 2)
+    for value, mode in ((3.0, "full"), (4.0, "delta"), (5.0, "delta")):
+        trainer.set(value, every_rank_has_weights=True)
+        report = manager.sync_weights(mode)
+        assert [weights for weights, _ in sampler.look()] == [_expected(value)] * 2
+    assert report.mode == "delta"
+    trainer.set(6.0, "differ", every_rank_has_weights=True)  # the control: what rank 1 yields arrives, at one of the two
+    with pytest.raises(TransferCorrupted, match="2 ranks of the sampler should have version 4"):
+        manager.sync_weights()
+    trainer.set(7.0, "raise", every_rank_has_weights=True)
+    with _within(15), pytest.raises(ZeroDivisionError, match="the export failed"):
+        manager.sync_weights()
+    with pytest.raises(WeightsUnavailable, match="ZeroDivisionError: the export failed"):
+        sampler.look()
+    trainer.set(8.0, every_rank_has_weights=True)
+    manager.sync_weights()
+    assert [weights for weights, _ in sampler.look()] == [_expected(8.0)] * 2
+    trainer.set(9.0)
 
 
 @pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from twinkle_remote import initialize
-from twinkle_sync import Bucket, Deadline, Message, StateDict, TransferPlan, WeightReceiver, WeightSender
+from twinkle_sync import Bucket, Deadline, Message, Route, StateDict, TransferPlan, WeightReceiver, WeightSender
 
 TRANSPORT = "gloo"
 
@@ -89,8 +89,8 @@ class Rank:
     def plan(self, version: int, bucket_size_bytes: int = 512) -> TransferPlan:
         return TransferPlan(
             transport=TRANSPORT,
-            address=self.address,
-            world_size=self.world_size,
+            routes={0: Route(self.address, self.world_size)},
+            places=tuple((0, number) for number in range(1, self.world_size)),
             version=version,
             bucket_size_bytes=bucket_size_bytes,
             timeout_s=self.timeout_s,

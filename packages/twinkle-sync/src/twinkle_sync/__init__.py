@@ -13,7 +13,7 @@ from ._manager import CheckpointEngineManager, SyncReport
 from ._memory import MemoryTransport
 from ._messages import Abort, Begin, End, Message, outgoing
 from ._objects import RayTransport
-from ._plan import TransferPlan, WorkerInfo
+from ._plan import Route, TransferPlan, WorkerInfo
 from ._protocols import WeightSink, WeightSource
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
@@ -41,6 +41,7 @@ __all__ = [
     "PeerFailed",
     "Piece",
     "RayTransport",
+    "Route",
     "ShapesDiffer",
     "StateDict",
     "SyncError",

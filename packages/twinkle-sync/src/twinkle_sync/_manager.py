@@ -12,7 +12,7 @@ from twinkle_remote import LazyResult, gather
 from ._buckets import check_bucket_size
 from ._errors import ChannelMisuse, PeerFailed, TransferCorrupted
 from ._ledger import TransferReceipt
-from ._plan import SyncMode, TransferPlan, WorkerInfo
+from ._plan import Route, SyncMode, TransferPlan, WorkerInfo, senders_of
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
 from ._spec import TensorSpec
@@ -49,6 +49,8 @@ class CheckpointEngineManager:
             live in one process, else `gloo`.
         dtype: what floating point tensors are sent as ('bfloat16', say); 'same' refuses (ShapesDiffer) tensors whose dtype the sampler would have to
             convert. By default they are sent as they are, and the sampler converts them to its own.
+        num_senders: how many ranks send, of a trainer that has whole weights on all (`WeightSender.every_rank_has_weights`). By default samplers get
+            theirs from a rank on their machine, where there is none from one of the trainer's machines in turn.
         first_version: of the first synchronisation. A run that is resumed counts on from where it was: the saved `version` + 1.
 
     The connection is made by the first `sync_weights` and used again by the later ones; after a failure the next one makes a new one.
@@ -65,6 +67,7 @@ class CheckpointEngineManager:
         verify: bool = True,
         transport: str | None = None,
         dtype: str | None = None,
+        num_senders: int | None = None,
         first_version: int = 1,
     ) -> None:
         samplers = list(sampler) if isinstance(sampler, (list, tuple)) else [sampler]
@@ -85,6 +88,9 @@ class CheckpointEngineManager:
             raise ChannelMisuse(f"timeout_s is {timeout_s}; it must be positive")
         if first_version < 1:
             raise ChannelMisuse(f"first_version is {first_version}; versions begin at 1 (0 is what a sampler has before the first)")
+        if num_senders is not None and num_senders < 1:
+            raise ChannelMisuse(f"num_senders is {num_senders}; somebody has to send")
+        self._num_senders = num_senders
         self._model, self._samplers = model, cast("list[WeightReceiver]", samplers)
         self._dtype = dtype
         self._lock = threading.Lock()
@@ -157,20 +163,29 @@ class CheckpointEngineManager:
             ranks = sorted(worker.rank for worker in workers)
             if ranks != list(range(len(ranks))):
                 raise ChannelMisuse(f"the sampler's workers have the ranks {ranks}, which are not 0 to {len(ranks) - 1}")
-        address = self._model.open_weight_channel(transport, self._timeout_s)
+        able = [worker for worker in senders if worker.can_send]
+        if self._num_senders is not None and self._num_senders > len(able):
+            raise ChannelMisuse(
+                f"num_senders is {self._num_senders}, and {len(able)} of {len(senders)} ranks of the trainer have whole weights to send"
+            )
+        chosen = senders_of(receivers, able, self._num_senders)
+        opened = _as_list(self._model.open_weight_channel(transport, self._timeout_s, sorted(set(chosen))))
+        addresses = {sender.rank: address for sender, address in zip(senders, opened, strict=True)}
+        routes = {rank: Route(addresses[rank], 1 + chosen.count(rank)) for rank in sorted(set(chosen))}
+        numbered = iter([(rank, 1 + chosen[:index].count(rank)) for index, rank in enumerate(chosen)])
+        places = tuple(tuple(next(numbered) for _ in workers) for workers in by_sampler)
         here = WorkerInfo.here().process
-        sizes = tuple(map(len, by_sampler))
-        return _Channel(transport, address, sizes, {worker.process for worker in senders} == {here}, transport == "memory")
+        return _Channel(transport, routes, places, {worker.process for worker in senders} == {here}, transport == "memory")
 
     def _plan(self, channel: "_Channel", mode: SyncMode, adapter_name: str, merge: bool) -> TransferPlan:
         base = 0
         if mode == "delta":
-            versions = {self._model.kept_version_sent()}.union(*(_as_list(sampler.kept_version_received()) for sampler in self._samplers))
+            sent = dict(enumerate(_as_list(self._model.kept_version_sent())))
+            versions = {sent[rank] for rank in channel.routes}.union(*(_as_list(sampler.kept_version_received()) for sampler in self._samplers))
             base = versions.pop() if len(versions) == 1 else 0
         return TransferPlan(
             transport=channel.transport,
-            address=channel.address,
-            world_size=1 + channel.num_receivers,
+            routes=channel.routes,
             version=self._attempts,
             bucket_size_bytes=self._bucket_size_bytes,
             timeout_s=self._timeout_s,
@@ -191,9 +206,8 @@ class CheckpointEngineManager:
             return self._model.send_weights(plan)
 
         def receive() -> list[LazyResult[Any]]:
-            firsts = (1 + sum(channel.sizes[:index]) for index in range(len(self._samplers)))
-            pairs = zip(self._samplers, firsts, strict=True)
-            return [sampler.receive_weights(replace(plan, first_receiver=first)) for sampler, first in pairs]
+            pairs = zip(self._samplers, channel.places, strict=True)
+            return [sampler.receive_weights(replace(plan, places=places)) for sampler, places in pairs]
 
         if channel.in_memory or not channel.sender_is_here:
             sent, received = send(), receive()
@@ -212,15 +226,15 @@ class CheckpointEngineManager:
 @dataclass(frozen=True, slots=True)
 class _Channel:
     transport: str
-    address: str
-    sizes: tuple[int, ...]
+    routes: dict[int, Route]
+    places: tuple[tuple[tuple[int, int], ...], ...]  # of each sampler; see TransferPlan
     sender_is_here: bool
     in_memory: bool
 
     @property
     def num_receivers(self) -> int:
         """Ranks of all samplers."""
-        return sum(self.sizes)
+        return sum(map(len, self.places))
 
 
 def _as_list(collected: Any) -> list[Any]:

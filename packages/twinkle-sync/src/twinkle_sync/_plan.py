@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,25 +11,33 @@ from twinkle_mesh import launcher_rank
 SyncMode = Literal["full", "delta", "lora"]
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One sender's connection: where its receivers meet it, and how many processes that makes."""
+
+    address: str
+    world_size: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     """Everything that the two sides of one transfer must agree on.
 
-    first_receiver: number of a component's rank 0 among all receivers, from 1 on (the sender is 0). dtype: what floating point tensors are sent
-    as; 'same': the receiver refuses others than its own; None: as they are. keep: both sides keep what was sent under this number, which no other
-    transfer has (versions are a manager's own), so that a later transfer may be a delta to it; 0: they keep nothing. base_version: such a number,
-    what a delta is relative to; 0: everything is sent. adapter_name, adapter_config: of an adapter (peft's JSON)
+    routes: by the rank of the sender. places: of a component that receives, for each of its ranks its sender's rank and its own number among that
+    one's receivers, from 1 on (the sender is 0). dtype: what floating point tensors are sent as; 'same': the receiver refuses others than its own;
+    None: as they are. keep: both sides keep what was sent under this number, which no other transfer has (versions are a manager's own), so that a
+    later transfer may be a delta to it; 0: they keep nothing. base_version: such a number, what a delta is relative to; 0: everything is sent.
+    adapter_name, adapter_config: of an adapter (peft's JSON)
     that is sent in place of the weights. merge: the weights are sent with that adapter merged into them.
     """
 
     transport: str
-    address: str
-    world_size: int
+    routes: Mapping[int, Route]
     version: int
     bucket_size_bytes: int
     timeout_s: float
     verify: bool
-    first_receiver: int = 1
+    places: tuple[tuple[int, int], ...] = ()
     dtype: str | None = None
     keep: int = 0
     base_version: int = 0
@@ -44,18 +53,35 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where one rank of a component lives."""
+    """Where one rank of a component lives. can_send: it is of a trainer, and has whole weights."""
 
     rank: int
     host: str
     pid: int
+    can_send: bool = False
 
     @classmethod
-    def here(cls) -> "WorkerInfo":
+    def here(cls, *, can_send: bool = False) -> "WorkerInfo":
         """This process."""
-        return cls(launcher_rank(), socket.gethostname(), os.getpid())
+        return cls(launcher_rank(), socket.gethostname(), os.getpid(), can_send)
 
     @property
     def process(self) -> tuple[str, int]:
         """What tells this process from all others."""
         return self.host, self.pid
+
+
+def senders_of(receivers: Sequence[WorkerInfo], able: Sequence[WorkerInfo], num_senders: int | None) -> list[int]:
+    """The rank of the trainer that sends to each receiver.
+
+    able: the ranks with whole weights, in order. num_senders: how many of them send; receivers take turns. None: receivers hear of the first rank on
+    their machine, those on machines without one of the first rank of one of the trainer's machines, which take turns. So on one machine, where
+    all share the memory's bandwidth, one rank sends.
+    """
+    if num_senders is not None:
+        return [able[index % num_senders].rank for index in range(len(receivers))]
+    of_host = {worker.host: worker.rank for worker in reversed(able)}
+    firsts = sorted(of_host.values())
+    strangers = sorted({worker.host for worker in receivers} - of_host.keys())
+    of_host |= {host: firsts[index % len(firsts)] for index, host in enumerate(strangers)}
+    return [of_host[worker.host] for worker in receivers]

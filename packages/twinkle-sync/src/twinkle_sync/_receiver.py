@@ -172,11 +172,13 @@ class WeightReceiver:
             raise ShapesDiffer(f"{spec.name} is {spec.dtype} at the sender and {wanted.dtype} here, and no conversion was asked for")
 
     def _receive_channel(self, plan: TransferPlan, deadline: Deadline) -> Transport:
-        if self._receive_transport is None or self._receive_address != plan.address:
+        sender, number = plan.places[WorkerInfo.here().rank]
+        route = plan.routes[sender]
+        if self._receive_transport is None or self._receive_address != route.address:
             self._drop_receive_channel()
             transport = make_transport(plan.transport)
-            transport.connect(plan.address, plan.first_receiver + WorkerInfo.here().rank, plan.world_size, deadline)
-            self._receive_transport, self._receive_address = transport, plan.address
+            transport.connect(route.address, number, route.world_size, deadline)
+            self._receive_transport, self._receive_address = transport, route.address
         return self._receive_transport
 
     def _drop_receive_channel(self) -> None:

@@ -1,7 +1,7 @@
 """The mixin that makes a trainer (or any remote class with weights) the sender of transfers."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ._deadline import Deadline
 from ._delta import Kept
 from ._errors import ChannelMisuse, TensorNotSupported
 from ._messages import Message, outgoing
-from ._plan import TransferPlan, WorkerInfo
+from ._plan import Route, TransferPlan, WorkerInfo
 from ._spec import TensorSpec
 from ._transport import Transport, make_transport
 
@@ -20,10 +20,13 @@ from ._transport import Transport, make_transport
 class WeightSender:
     """Mixin for a `remote_class` that is a `WeightSource`: gives it the remote methods that `CheckpointEngineManager` calls.
 
-    Every rank iterates over `iter_weights()`, which may be collective; rank 0 sends what it yields. When sending fails, rank 0 still
-    iterates to the end, so that the other ranks do not wait for it in a collective, and raises then. A class with adapters (LoRA) defines
-    `iter_adapter` and `adapter_config`, too, and `iter_merged` for samplers that take whole weights only.
+    Every rank iterates over `iter_weights()`, which may be collective; rank 0 sends what it yields, and where `every_rank_has_weights` others may,
+    too. When sending fails, a rank still iterates to the end, so that the other ranks do not wait for it in a collective, and raises then. A class
+    with adapters (LoRA) defines `iter_adapter` and `adapter_config`, too, and `iter_merged` for samplers that take whole weights only.
     """
+
+    every_rank_has_weights: bool = False
+    """Whether `iter_weights`, `iter_adapter` and `iter_merged` yield the same whole tensors on all ranks, and not on rank 0 alone."""
 
     _send_transport: Transport | None = None
     _send_address: str = ""
@@ -58,12 +61,14 @@ class WeightSender:
     @remote_function(dispatch="all", collect="none", lazy_collect=False)
     def weight_sender_info(self) -> WorkerInfo:
         """Where this rank lives."""
-        return WorkerInfo.here()
+        return WorkerInfo.here(can_send=self.every_rank_has_weights or WorkerInfo.here().rank == 0)
 
-    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
-    def open_weight_channel(self, transport: str, timeout_s: float) -> str:
-        """On rank 0: replace the channel by a new one and return the address at which the receivers meet it."""
+    @remote_function(dispatch="all", collect="none", lazy_collect=False)
+    def open_weight_channel(self, transport: str, timeout_s: float, ranks: Sequence[int] = (0,)) -> str:
+        """On these ranks: replace the channel by a new one and return the address at which its receivers meet it. Elsewhere: close it."""
         self._drop_send_channel()
+        if WorkerInfo.here().rank not in ranks:
+            return ""
         channel = make_transport(transport)
         self._send_address = channel.listen(Deadline(timeout_s))
         self._send_transport = channel
@@ -74,18 +79,19 @@ class WeightSender:
         """`adapter_config` as JSON."""
         return json.dumps(dict(self.adapter_config(adapter_name)))
 
-    @remote_function(dispatch="all", execute="first", collect="first", lazy_collect=False)
+    @remote_function(dispatch="all", collect="none", lazy_collect=False)
     def kept_version_sent(self) -> int:
         """The number of the transfer that a delta could be relative to; 0 for none."""
         return 0 if self._sent_kept is None else self._sent_kept.version
 
     @remote_function(dispatch="all", collect="none")
     def send_weights(self, plan: TransferPlan) -> None:
-        """Send all weights, what has changed of them, or an adapter to the receivers of `plan`; returns when rank 0 has handed over the last byte.
+        """Send all weights, what has changed of them, or an adapter to the receivers of `plan`; returns when this rank has handed over the last byte.
 
         Raises what `iter_weights` raises (the receivers are told), TransferTimeout or PeerFailed.
         """
-        if WorkerInfo.here().rank != 0:
+        route = plan.routes.get(WorkerInfo.here().rank)
+        if route is None:
             if plan.sends_weights:
                 self._specs()
             for _ in self._source(plan):
@@ -93,7 +99,7 @@ class WeightSender:
             return
         weights = self._source(plan)
         try:
-            self._send(self._messages(weights, plan), plan)
+            self._send(self._messages(weights, plan), route, plan.timeout_s)
         except BaseException:
             self._drop_send_channel()
             self._sent_kept = None
@@ -141,12 +147,12 @@ class WeightSender:
             raise TensorNotSupported(f"{told[len(seen)].name}: the source does not yield it any more")
         self._sent_specs = tuple(seen)
 
-    def _send(self, messages: Iterator[Message], plan: TransferPlan) -> None:
-        deadline = Deadline(plan.timeout_s)
-        if self._send_transport is None or self._send_address != plan.address:
-            raise ChannelMisuse(f"the weight channel {plan.address} is not open here; call sync_weights of one CheckpointEngineManager at a time")
+    def _send(self, messages: Iterator[Message], route: Route, timeout_s: float) -> None:
+        deadline = Deadline(timeout_s)
+        if self._send_transport is None or self._send_address != route.address:
+            raise ChannelMisuse(f"the weight channel {route.address} is not open here; call sync_weights of one CheckpointEngineManager at a time")
         if not self._send_connected:
-            self._send_transport.connect(plan.address, 0, plan.world_size, deadline)
+            self._send_transport.connect(route.address, 0, route.world_size, deadline)
             self._send_connected = True
         self._send_transport.send(messages, deadline)
 

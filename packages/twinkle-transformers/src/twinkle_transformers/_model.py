@@ -58,6 +58,8 @@ class TransformersModel(EmbeddingTrainer, WeightSender):
         LayoutError: the mesh has an axis that this trainer does not have, or is not that of the processes. ConfigError: a wrong option.
     """
 
+    every_rank_has_weights = True
+
     def __init__(
         self,
         model_id: str | os.PathLike[str],
