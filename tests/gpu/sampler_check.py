@@ -29,7 +29,7 @@ from twinkle_data import InputFeature
 from twinkle_megatron import MegatronModel
 from twinkle_mesh import DeviceMesh
 from twinkle_remote import remote_class
-from twinkle_sync import CheckpointEngineManager, TransferPlan, WeightReceiver, WeightSender, WeightsUnavailable
+from twinkle_sync import CheckpointEngineManager, Route, TransferPlan, WeightReceiver, WeightSender, WeightsUnavailable
 from twinkle_train.testing import random_features, tiny_qwen3
 from twinkle_vllm import vLLMSampler
 
@@ -141,7 +141,13 @@ def take_part(transport: str, rank: int, address: Any, result: Any) -> None:
     seconds = 0.0
     for version in (1, 2, 3):
         plan = TransferPlan(
-            transport=transport, address=place, world_size=2, version=version, bucket_size_bytes=16 << 20, timeout_s=60.0, verify=version < 3
+            transport=transport,
+            routes={0: Route(place, 2)},
+            places=((0, 1),),
+            version=version,
+            bucket_size_bytes=16 << 20,
+            timeout_s=60.0,
+            verify=version < 3,
         )
         start = time.perf_counter()
         (source.send_weights(plan) if rank == 0 else sink.receive_weights(plan)).get()

@@ -1,6 +1,7 @@
 """The manager between groups on a real Ray: two trainer ranks, two sampler ranks."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from twinkle_mesh import DeviceGroup
-from twinkle_remote import WorkerDiedError, initialize, remote_class, remote_function, rendezvous
+from twinkle_remote import RemoteError, WorkerDiedError, initialize, remote_class, remote_function, rendezvous
 from twinkle_sync import ChannelMisuse, CheckpointEngineManager, TransferCorrupted, WeightReceiver, WeightSender, WeightsUnavailable
 
 
@@ -89,8 +90,8 @@ def trainer():
         yield _placed(Trainer, "trainer")
 
 
-def _placed(cls: Any, group: str) -> Any:
-    return cls(remote_group=group)
+def _placed(cls: Any, group: str, **options: Any) -> Any:
+    return cls(remote_group=group, **options)
 
 
 def _manager(trainer: Any, sampler: Any, transport: str | None = None, num_senders: int | None = None) -> CheckpointEngineManager:
@@ -119,7 +120,7 @@ def test_weights_travel_through_the_object_store_and_a_failure_there_is_an_error
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["gloo", *(pytest.param(name, marks=pytest.mark.full) for name in ("folder", "ray"))])
 def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer, transport):
-    sampler = _placed(Sampler, "sampler")
+    sampler = _placed(Sampler, "sampler", on_failure="restart")
     trainer.set(2.0)
     with pytest.raises(ChannelMisuse, match="num_senders is 2, and 1 of 2 ranks of the trainer have whole weights"):
         _manager(trainer, sampler, transport, 2).sync_weights()
@@ -139,6 +140,12 @@ def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer
         sampler.look()
     trainer.set(8.0, every_rank_has_weights=True)
     manager.sync_weights()
+    # A sampler that is killed between two syncs: what takes its place is not part of the connection, and nobody waits for it there.
+    os.kill(sampler.weight_receiver_info()[1].pid, signal.SIGKILL)
+    with pytest.raises(RemoteError):
+        _look_for_ever(sampler)
+    with _within(15):
+        manager.sync_weights()
     assert [weights for weights, _ in sampler.look()] == [_expected(8.0)] * 2
     trainer.set(9.0)
 
@@ -193,6 +200,11 @@ def test_all_sampler_ranks_follow_all_trainer_ranks_and_every_failure_is_an_erro
     trainer.set(1.0, "die")
     with _within(40), pytest.raises(WorkerDiedError):
         manager.sync_weights()
+
+
+def _look_for_ever(sampler: Any) -> None:
+    while True:
+        sampler.look()
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def test_a_killed_replica_loses_nothing_and_serves_again_with_current_weights(ki
                         response.raise_for_error()
             until(lambda: [status.state for status in pool.status()] == ["serving"] * 2, 400)
             assert pool.status()[0].losses == 1
-            # A first attempt may find the connection to the dead process; every attempt counts as a version.
+            # Every attempt counts as a version.
             assert weights.version > 1
             assert [replica.weight_version() for replica in replicas] == [weights.version] * 2
             for replica in replicas:  # with the new weights, not those of its folder

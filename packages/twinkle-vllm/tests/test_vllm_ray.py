@@ -58,8 +58,9 @@ class Trainer(WeightSender):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_samplers", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_samplers):
+def test_a_sampler_group_follows_a_trainer_group_and_leaves_no_files(kit, models, prompts, num_samplers, tmp_path, monkeypatch):
     folder, reference = models["old"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the workers
     start = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     groups = [DeviceGroup("trainer", 2, "cpu"), DeviceGroup("sampler", num_samplers, "cpu")]
     placed: Any = {"trainer": Trainer, "sampler": vLLMSampler}
@@ -81,9 +82,11 @@ def test_a_sampler_group_follows_a_trainer_group(kit, models, prompts, num_sampl
             assert {s.new_input_feature.weight_version for r in responses for s in r.sequences} == {2}
             same = sampler.sample([prompts[0]] * 2, {"max_tokens": 12})
             assert same[0].sequences[0].tokens != same[1].sequences[0].tokens  # on two ranks, too
+            assert len(list(tmp_path.glob("twinkle-engine-*"))) == num_samplers
             trainer.train(3)
             with pytest.raises(Exception, match="max_model_len is 64"):
                 sampler.sample([[5] * 64] * num_samplers)[0].raise_for_error()
+        assert list(tmp_path.iterdir()) == []
     finally:
         reference.load_state_dict(start)
 

@@ -53,7 +53,8 @@ class CheckpointEngineManager:
             theirs from a rank on their machine, where there is none from one of the trainer's machines in turn.
         first_version: of the first synchronisation. A run that is resumed counts on from where it was: the saved `version` + 1.
 
-    The connection is made by the first `sync_weights` and used again by the later ones; after a failure the next one makes a new one.
+    The connection is made by the first `sync_weights` and used again by the later ones; after a failure, and where a worker was restarted, the next
+    makes a new one.
     Several threads may call it; one synchronises at a time.
     """
 
@@ -137,8 +138,9 @@ class CheckpointEngineManager:
         self._attempts += 1
         self._is_stale = self._is_stale or mode != "lora"
         try:
-            if self._channel is None:
-                self._channel = self._open_channel()
+            workers = self._workers()
+            if self._channel is None or self._channel.workers != workers:  # a new process is not part of the connection
+                self._channel = self._open_channel(*workers)
             plan = self._plan(self._channel, mode, adapter_name, merge)
             receipt = self._transfer(self._channel, plan)
         except BaseException:
@@ -148,9 +150,13 @@ class CheckpointEngineManager:
         sent: SyncMode = "full" if mode == "delta" and not plan.base_version else mode
         return SyncReport(receipt.version, receipt.num_tensors, receipt.size_bytes, time.monotonic() - started, receipt.digest, sent)
 
-    def _open_channel(self) -> "_Channel":
-        senders = _as_list(self._model.weight_sender_info())
-        by_sampler = [_as_list(sampler.weight_receiver_info()) for sampler in self._samplers]
+    def _workers(self) -> tuple[list[WorkerInfo], list[list[WorkerInfo]]]:
+        """Where the ranks of the trainer and those of each sampler live now."""
+        asked = [self._model.weight_sender_info(), *(sampler.weight_receiver_info() for sampler in self._samplers)]
+        senders, *by_sampler = map(_as_list, gather(*asked, timeout_s=self._timeout_s))
+        return senders, by_sampler
+
+    def _open_channel(self, senders: list[WorkerInfo], by_sampler: list[list[WorkerInfo]]) -> "_Channel":
         receivers = [worker for workers in by_sampler for worker in workers]
         processes = {worker.process for worker in senders + receivers}
         if len(processes) == 1 and len(receivers) == 1:
@@ -175,7 +181,8 @@ class CheckpointEngineManager:
         numbered = iter([(rank, 1 + chosen[:index].count(rank)) for index, rank in enumerate(chosen)])
         places = tuple(tuple(next(numbered) for _ in workers) for workers in by_sampler)
         here = WorkerInfo.here().process
-        return _Channel(transport, routes, places, {worker.process for worker in senders} == {here}, transport == "memory")
+        sender_is_here = {worker.process for worker in senders} == {here}
+        return _Channel((senders, by_sampler), transport, routes, places, sender_is_here, transport == "memory")
 
     def _plan(self, channel: "_Channel", mode: SyncMode, adapter_name: str, merge: bool) -> TransferPlan:
         base = 0
@@ -225,6 +232,7 @@ class CheckpointEngineManager:
 
 @dataclass(frozen=True, slots=True)
 class _Channel:
+    workers: tuple[list[WorkerInfo], list[list[WorkerInfo]]]
     transport: str
     routes: dict[int, Route]
     places: tuple[tuple[tuple[int, int], ...], ...]  # of each sampler; see TransferPlan

@@ -83,7 +83,7 @@ class WeightReceiver:
         """The number of the transfer that a delta could be relative to; 0 for none."""
         return 0 if self._received_kept is None or self._weights_fault is not None else self._received_kept.version
 
-    @remote_function(dispatch="all", collect="none", lazy_collect=False)
+    @remote_function(dispatch="all", collect="none")
     def weight_receiver_info(self) -> WorkerInfo:
         """Where this rank lives."""
         return WorkerInfo.here()

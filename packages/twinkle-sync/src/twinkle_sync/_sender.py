@@ -58,7 +58,7 @@ class WeightSender:
         """
         return None
 
-    @remote_function(dispatch="all", collect="none", lazy_collect=False)
+    @remote_function(dispatch="all", collect="none")
     def weight_sender_info(self) -> WorkerInfo:
         """Where this rank lives."""
         return WorkerInfo.here(can_send=self.every_rank_has_weights or WorkerInfo.here().rank == 0)
