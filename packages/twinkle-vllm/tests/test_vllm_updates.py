@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -131,21 +132,25 @@ def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, samp
     assert logprob_error(sampler, models["old"][1], prompts) < 2e-5
 
 
+def run_alone(script: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """A script of this folder in a process of its own, which leaves no temporary files."""
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder)]
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # with a short name: sockets lie in it
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": temporary}, capture_output=True, text=True, timeout=timeout_s)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []  # torch's cache, which is to stay
+    return done
+
+
 def test_experts_are_right_after_updates_and_wrong_without_the_repair(tmp_path):
     """In a process of its own: vLLM makes its expert-parallel groups with the first engine of a process, or never."""
-    script = Path(__file__).with_name("moe_updates.py")
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    done = run_alone("moe_updates.py", tmp_path, timeout_s=240)
     errors = json.loads(done.stdout.strip().splitlines()[-1])
     assert max(errors["at_start"], errors["after_first_update"], errors["after_second_update"], errors["repaired_again"]) < 2e-5
     assert errors["control"] > 0.1  # the two models differ
     assert errors["without_repair"] > 0.01  # when this fails, vLLM packs the experts again itself
     assert errors["warns_of_templates"]  # when this fails, vLLM no longer warns of what nobody uses here, and `build_engine` need not leave that out
     assert "Traceback" not in done.stdout + done.stderr
-    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.full
@@ -153,9 +158,7 @@ def test_experts_are_right_after_updates_and_wrong_without_the_repair(tmp_path):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the engine's workers needs a core")
 def test_an_engine_of_two_workers_follows_every_update(tmp_path):
     """In a process of its own, since its workers are started anew from the main script."""
-    script = Path(__file__).with_name("tensor_parallel.py")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    done = run_alone("tensor_parallel.py", tmp_path, timeout_s=380)
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"at_start"')))
     assert max(found["at_start"], *found["errors"]) < 2e-5
     assert found["control"] > 0.1  # the two models differ
@@ -163,3 +166,4 @@ def test_an_engine_of_two_workers_follows_every_update(tmp_path):
     assert found["raised"] == "no more"
     assert "no more" in found["refused"]
     assert found["same_draws"]
+    assert "Failed to load weights" not in done.stdout + done.stderr

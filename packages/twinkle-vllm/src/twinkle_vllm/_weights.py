@@ -23,13 +23,11 @@ def replace_weights(engine: "LLM", tensors: NamedTensors, expected: frozenset[st
     """
     from vllm.platforms import current_platform
 
-    # A tied head and rotary tables have no tensor in an update; vLLM warns of each at every one. Completeness is checked by name here.
-    with without_warning("vllm.model_executor.model_loader.reload.layerwise", "Failed to load weights"):
-        num_workers = engine.llm_engine.vllm_config.parallel_config.world_size
-        if num_workers == 1:
-            engine.collective_rpc(_reload, args=(complete(tensors, expected), current_platform.is_cpu()))
-        else:
-            load_in_workers(engine, complete(tensors, expected), _reload, current_platform.is_cpu(), num_workers)
+    num_workers = engine.llm_engine.vllm_config.parallel_config.world_size
+    if num_workers == 1:
+        engine.collective_rpc(_reload, args=(complete(tensors, expected), current_platform.is_cpu()))
+    else:
+        load_in_workers(engine, complete(tensors, expected), _reload, current_platform.is_cpu(), num_workers)
     # vLLM 0.32 keeps cached prefixes over a weight update: prompts that share one would be continued from the old weights.
     # Requests that run are computed anew from their first token, or their next tokens would follow from a mixture of both.
     if not engine.reset_prefix_cache(reset_running_requests=True):
@@ -70,11 +68,13 @@ def without_tied_head(tensors: NamedTensors, head_name: str) -> Iterator[tuple[s
 
 def _reload(worker: Any, tensors: NamedTensors, on_cpu: bool) -> None:
     """Runs in vLLM's worker, which is this process unless there are several."""
-    try:
-        worker.reload_weights(weights_iterator=tensors)
-    except BaseException:
-        _close_reload(worker)
-        raise
+    # A tied head and rotary tables have no tensor in an update; vLLM warns of each at every one. Completeness is checked by name here.
+    with without_warning("vllm.model_executor.model_loader.reload.layerwise", "Failed to load weights"):
+        try:
+            worker.reload_weights(weights_iterator=tensors)
+        except BaseException:
+            _close_reload(worker)
+            raise
     if on_cpu:
         repair_on_cpu(worker.model_runner.get_model())
 
