@@ -94,9 +94,8 @@ def _placed(cls: Any, group: str, **options: Any) -> Any:
     return cls(remote_group=group, **options)
 
 
-def _manager(trainer: Any, sampler: Any, transport: str | None = None, num_senders: int | None = None) -> CheckpointEngineManager:
-    options: Any = {"bucket_size_bytes": 1024, "timeout_s": 20, "transport": transport, "num_senders": num_senders}
-    return CheckpointEngineManager(model=trainer, sampler=sampler, **options)
+def _manager(trainer: Any, sampler: Any, transport: str | None = None, **options: Any) -> CheckpointEngineManager:
+    return CheckpointEngineManager(model=trainer, sampler=sampler, transport=transport, **{"bucket_size_bytes": 1024, "timeout_s": 20, **options})
 
 
 @pytest.mark.timeout(240)
@@ -117,14 +116,14 @@ def test_weights_travel_through_the_object_store_and_a_failure_there_is_an_error
     assert [weights for weights, _ in sampler.look()] == [_expected(9.0)] * 2
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("transport", ["gloo", *(pytest.param(name, marks=pytest.mark.full) for name in ("folder", "ray"))])
 def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer, transport):
     sampler = _placed(Sampler, "sampler", on_failure="restart")
     trainer.set(2.0)
     with pytest.raises(ChannelMisuse, match="num_senders is 2, and 1 of 2 ranks of the trainer have whole weights"):
-        _manager(trainer, sampler, transport, 2).sync_weights()
-    manager = _manager(trainer, sampler, transport, 2)
+        _manager(trainer, sampler, transport, num_senders=2).sync_weights()
+    manager = _manager(trainer, sampler, transport, num_senders=2, timeout_s=200)
     for value, mode in ((3.0, "full"), (4.0, "delta"), (5.0, "delta")):
         trainer.set(value, every_rank_has_weights=True)
         report = manager.sync_weights(mode)
@@ -134,7 +133,7 @@ def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer
     with pytest.raises(TransferCorrupted, match="2 ranks of the sampler should have version 4"):
         manager.sync_weights()
     trainer.set(7.0, "raise", every_rank_has_weights=True)
-    with _within(15), pytest.raises(ZeroDivisionError, match="the export failed"):
+    with _within(100), pytest.raises(ZeroDivisionError, match="the export failed"):
         manager.sync_weights()
     with pytest.raises(WeightsUnavailable, match="ZeroDivisionError: the export failed"):
         sampler.look()
@@ -144,7 +143,7 @@ def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer
     os.kill(sampler.weight_receiver_info()[1].pid, signal.SIGKILL)
     with pytest.raises(RemoteError):
         _look_for_ever(sampler)
-    with _within(15):
+    with _within(100):
         manager.sync_weights()
     assert [weights for weights, _ in sampler.look()] == [_expected(8.0)] * 2
     trainer.set(9.0)
