@@ -124,11 +124,11 @@ def test_two_trainer_ranks_send_to_a_sampler_rank_each_and_have_to_agree(trainer
     with pytest.raises(ChannelMisuse, match="num_senders is 2, and 1 of 2 ranks of the trainer have whole weights"):
         _manager(trainer, sampler, transport, num_senders=2).sync_weights()
     manager = _manager(trainer, sampler, transport, num_senders=2, timeout_s=200)
-    for value, mode in ((3.0, "full"), (4.0, "delta"), (5.0, "delta")):
+    modes: list[tuple[float, Any, str]] = [(3.0, "full", "full"), (4.0, "delta", "full"), (5.0, "delta", "delta")]
+    for value, mode, sent in modes:
         trainer.set(value, every_rank_has_weights=True)
-        report = manager.sync_weights(mode)
+        assert manager.sync_weights(mode).mode == sent
         assert [weights for weights, _ in sampler.look()] == [_expected(value)] * 2
-    assert report.mode == "delta"
     trainer.set(6.0, "differ", every_rank_has_weights=True)  # the control: what rank 1 yields arrives, at one of the two
     with pytest.raises(TransferCorrupted, match="2 ranks of the sampler should have version 4"):
         manager.sync_weights()
