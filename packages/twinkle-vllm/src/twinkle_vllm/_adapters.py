@@ -164,7 +164,8 @@ def _check(
             raise AdapterRefused(f"adapter {name!r}: {module} needs lora_A.weight and lora_B.weight, and has one of them")
         if first.shape[0] != second.shape[-1]:
             raise AdapterRefused(f"adapter {name!r}: {module} has matrices of shapes {tuple(first.shape)} and {tuple(second.shape)}")
-        if not config.get("rank_pattern") and first.shape[0] != rank:
+        # Adapters of fused experts (peft's target_parameters) have the ranks of all experts in one matrix.
+        if not config.get("rank_pattern") and first.shape[0] != rank and "experts" not in module:
             raise AdapterRefused(f"adapter {name!r}: {module} has rank {first.shape[0]}, and its configuration says {rank}")
         wanted = shapes.get(module.removeprefix("base_model.model.") + ".weight")
         if wanted is not None and (second.shape[0], first.shape[-1]) != wanted:
