@@ -190,9 +190,8 @@ class vLLMSampler(WeightReceiver):
         mine = self._jobs_of(request_ids)
         if wait_s > 0 and mine:
             self._loop.wait_until(lambda: any(job.is_done for job in mine.values()), wait_s)
-        done = {name: job for name, job in mine.items() if job.is_done}
-        for name in done:
-            del self._jobs[name]
+        # Taken out one by one: another thread may collect, too.
+        done = {name: job for name, job in mine.items() if job.is_done and self._jobs.pop(name, None) is not None}
         return list(zip(done, self._responses(list(done.values())), strict=True))
 
     @remote_function(dispatch="all", collect="flatten", lazy_collect=False)
@@ -441,7 +440,8 @@ class vLLMSampler(WeightReceiver):
         """Those of this rank that are not collected. SamplingOptionError for one id in place of a list."""
         if isinstance(request_ids, str):
             raise SamplingOptionError(f"request_ids={request_ids!r}: put it into a list")
-        return self._jobs if request_ids is None else {name: self._jobs[name] for name in request_ids if name in self._jobs}
+        jobs = dict(self._jobs)  # other threads submit and collect meanwhile
+        return jobs if request_ids is None else {name: jobs[name] for name in request_ids if name in jobs}
 
     def _prompt(self, item: SamplerInput, index: int, params: SamplingParams) -> InputFeature:
         prompt = as_prompt(item, index, self._template, self._max_model_len)
