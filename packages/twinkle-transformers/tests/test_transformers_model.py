@@ -1,6 +1,7 @@
 """One process: what is refused, precision, files, and that models do not disturb one another."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 
 from twinkle_data import InputFeature, InputProcessor, PackedFeature
 from twinkle_mesh import DeviceMesh
-from twinkle_train import ConfigError, InputError
+from twinkle_train import CallOrderError, ConfigError, InputError
 from twinkle_train.testing import conformance
-from twinkle_transformers import CheckpointError, LayoutError, ModelNotFoundError, TransformersModel, UnsupportedModelError
+from twinkle_transformers import CheckpointError, LayoutError, ModelNotFoundError, SequenceParallelConfig, TransformersModel, UnsupportedModelError
 
 
 @pytest.fixture
@@ -49,6 +50,13 @@ def test_a_mesh_of_more_ranks_than_processes_is_refused(checkpoint: Any) -> None
 def test_wrong_options_are_refused(checkpoint: Any) -> None:
     with pytest.raises(ConfigError, match="mixed_precision is 'no', 'bf16' or 'fp16', not 'fp8'"):
         TransformersModel(checkpoint("qwen3"), mixed_precision="fp8")  # pyright: ignore[reportArgumentType]
+    wrong: Any = {"ulysses_size": 2}
+    with pytest.raises(ConfigError, match=r"sequence_parallel is SequenceParallelConfig\(\.\.\.\), not \{'ulysses_size': 2\}"):
+        TransformersModel(checkpoint("qwen3"), sequence_parallel=wrong)
+    with pytest.raises(LayoutError, match="the mesh divides no sequences"):
+        TransformersModel(checkpoint("qwen3"), sequence_parallel=SequenceParallelConfig(ulysses_size=2))
+    with pytest.raises(UnsupportedModelError, match=r"cannot load .* as a causal language model: FlashAttention2"):
+        TransformersModel(checkpoint("qwen3"), attn_implementation="flash_attention_2")
     with pytest.raises(UnsupportedModelError, match="Gemma2Attention caps its attention scores, which 'sdpa' cannot do"):
         TransformersModel(checkpoint("gemma2"), attn_implementation="sdpa")
 
@@ -94,6 +102,33 @@ def test_packed_rows_are_refused_where_they_would_leak(family: str, checkpoint: 
     model._packing_fault = None
     together = model.forward(packed).logprobs[0]
     assert np.abs(together - alone).max() > 1e-3
+
+
+def packed_on_one_rank(path: Path, rows: list[Any]) -> list[str]:
+    """Runs on every rank: what is said where the rows of rank 0 alone are refused, and whether training goes on."""
+    from twinkle_transformers._embedding_trainer import EmbeddingTrainer
+
+    trainer = EmbeddingTrainer(path, DeviceMesh.from_sizes(device_type="cpu", fsdp_size=2))
+    trainer.set_loss("cross_entropy")
+    mine = [PackedFeature(features=rows[:2])] if os.environ["RANK"] == "0" else rows[:1]
+    said: list[str] = []
+    for call in (trainer.forward, trainer.forward_only, trainer.forward_backward, trainer.embed):
+        try:
+            call(mine)
+        except Exception as error:
+            said.append(f"{type(error).__name__} {error}")
+        trainer.zero_grad()
+    trainer.forward_backward(rows[:1])
+    trainer.close()
+    return said
+
+
+@pytest.mark.timeout(180)
+def test_rows_that_are_refused_on_one_rank_do_not_leave_the_others_waiting(two_ranks: Any, checkpoint: Any, features: list[Any]) -> None:
+    first, other = two_ranks.run(packed_on_one_rank, checkpoint("olmo_hybrid"), features)
+    assert len(first) == len(other) == 4
+    assert all(said.startswith("InputError rows of several sequences would be wrong") for said in first)
+    assert all(said.startswith("PeerError rank 1 stopped: the rows of another rank") for said in other)
 
 
 def test_compressed_keys_take_one_sequence_a_row_from_its_first_column(checkpoint: Any, made: Any, features: list[Any]) -> None:
@@ -225,4 +260,6 @@ def test_two_models_attend_each_in_its_own_way_and_leave_transformers_as_it_was(
     second.close()
     assert all(np.array_equal(mine, other) for mine, other in zip(first.forward(features).logprobs, want, strict=True))
     first.close()
+    with pytest.raises(CallOrderError, match="the model is closed"):
+        first.forward(features)
     assert [set(registry) for registry in registries] == before

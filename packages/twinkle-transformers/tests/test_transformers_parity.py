@@ -87,6 +87,8 @@ def _break(trainer: Any, fault: str | None, stack: ExitStack) -> None:
         _expert_parallel.preprocess = lambda index, number, group: own((index + number // 2) % number, number, group)
     elif fault == "no sum over expert replicas":
         groups.expert_replicas = None
+    elif fault == "frequencies of the longest":
+        trainer._attention._undo_rotary()
     elif fault in ("states go on", "columns in another order"):
         logits = trainer._logits
 
@@ -127,11 +129,14 @@ def worst(results: list[dict[str, Any]], forms: Any, want: dict[str, Any]) -> tu
 
 
 STATES, ORDER = "states go on", "columns in another order"
-LEAK, APART = "sequences see one another", "shares stay apart"
+LEAK, APART, LONGEST = "sequences see one another", "shares stay apart", "frequencies of the longest"
 ALL = tuple(FORMS)
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 # What a family's name may stand for: the family, and sizes that differ from those of the zoo.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 mqa": ("qwen3", {"num_key_value_heads": 1}),
+    "llama dynamic": ("llama", {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "phi3 longrope": ("phi3", {"original_max_position_embeddings": 8, "rope_parameters": _LONG}),
     "llama 6 heads": ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}),
 }
 WRONG = "experts of the wrong rank"
@@ -146,6 +151,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "ulysses2 mistral, recomputed": (2, "mistral", ULYSSES, {"activation_checkpointing": True}, ALL, APART, True),
     "ulysses2 deepseek_v3": (2, "deepseek_v3", ULYSSES, {}, ALL, APART, False),
     "ulysses2 whole logits": (2, "qwen2", ULYSSES, {"sequence_parallel": {"gather_logits": True}}, ("packed",), APART, True),
+    "ulysses2 phi3 longrope": (2, "phi3 longrope", ULYSSES, {}, ("left", "packed"), LONGEST, True),
+    "ring2 llama dynamic": (2, "llama dynamic", RING, {}, ("right", "packed"), LONGEST, False),
     "ring2": (2, "qwen3", RING, {}, ALL, APART, True),
     "ring2 eager, recomputed": (2, "llama", RING, {"attn_implementation": "eager", "activation_checkpointing": True}, ("packed",), APART, True),
     "ring2 deepseek_v3": (2, "deepseek_v3", RING, {}, ("right", "packed"), APART, True),
@@ -160,6 +167,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ..
     "one sdpa": (1, "qwen3", {}, {}, ("right", "left", "free", "packed"), LEAK, True),
     "one eager": (1, "qwen3", {}, {"attn_implementation": "eager"}, ("right", "left", "free", "packed"), LEAK, True),
     "one, recomputed": (1, "mistral", {}, {"activation_checkpointing": True}, ("free", "packed"), LEAK, True),
+    "one llama dynamic": (1, "llama dynamic", {}, {}, ("right", "packed"), LONGEST, True),
+    "one phi3 longrope": (1, "phi3 longrope", {}, {}, ("left", "free", "packed"), LONGEST, False),
     "one gpt_oss": (1, "gpt_oss", {}, {}, ("left", "free", "packed"), LEAK, True),
     "one afmoe": (1, "afmoe", {}, {}, ("left", "free", "packed"), LEAK, True),
     "one qwen3_next": (1, "qwen3_next", {}, {}, ("left", "free", "packed"), STATES, True),

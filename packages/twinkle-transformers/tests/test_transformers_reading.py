@@ -114,8 +114,18 @@ def test_what_rank_0_cannot_read_is_refused_on_all_ranks_and_changes_nothing(two
     del weights["model.layers.1.self_attn.k_norm.weight"]
     save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
     wider = checkpoint("qwen3_moe", moe_intermediate_size=48)
-    for said, same in two_ranks.run(refused_on_rank, good, {"lacking": lacking, "wider": wider}, DIVIDED["ep2"]):
-        assert said.keys() == {"lacking, built", "lacking, loaded", "wider, loaded"}
+    cut, gone, mixed = (Path(shutil.copytree(good, tmp_path / name)) for name in ("cut", "gone", "mixed"))
+    (cut / "model.safetensors").write_bytes((good / "model.safetensors").read_bytes()[:-100])
+    (gone / "model.safetensors").unlink()
+    shutil.copy(wider / "config.json", mixed)
+    bad = {"lacking": lacking, "wider": wider, "cut": cut, "gone": gone, "mixed": mixed}
+    for said, same in two_ranks.run(refused_on_rank, good, bad, DIVIDED["ep2"]):
+        assert said.keys() == {f"{name}, {how}" for name in bad for how in ("built", "loaded")} - {"wider, built"}
+        for how in ("built", "loaded"):
+            assert f"could not read {cut}: " in said[f"cut, {how}"]
+            assert f"could not read {gone}: Error no file named model.safetensors" in said[f"gone, {how}"]
+            assert ".mlp.experts." in said[f"mixed, {how}"]
+            assert "and its config.json makes it" in said[f"mixed, {how}"]
         assert (
             "lacks 1 weights of Qwen3MoeForCausalLM, ['model.layers.1.self_attn.k_norm.weight']" in said["lacking, built"] == said["lacking, loaded"]
         )

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from twinkle_data import Batch, InputProcessor
 from twinkle_mesh import DeviceMesh, launcher_world_size
 from twinkle_train import (
-    CallOrderError,
     CheckpointInfo,
     CheckpointWriter,
     ComputeLoss,
@@ -131,7 +130,6 @@ class MegatronTrainer(TrainerBase):
         )
         self._checkpoints = CheckpointWriter(timeout_s, error_type=CheckpointError, add_files=add_megatron_files)
         self._replays = False
-        self._closed = False
         self._rows: list[Row] = []
         self._rows_of: WeakKeyDictionary[Batch, list[Row]] = WeakKeyDictionary()
         super().__init__(
@@ -388,11 +386,6 @@ class MegatronTrainer(TrainerBase):
             self._checkpoints.close()
         finally:
             self._engine.close()
-
-    def _state(self, adapter_name: str) -> Any:
-        if self._closed:
-            raise CallOrderError("the model is closed: build a new one")
-        return super()._state(adapter_name)
 
 
 def _on_rank_zero(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, NDArray[np.float32]]:

@@ -127,6 +127,7 @@ class TrainerBase(TrainModel):
         self._wanted = Wanted()
         self._used = ""
         self._mixed: dict[str, str] = {}
+        self._closed = False  # an engine sets it
         self.set_processor(processor)
 
     # What an engine implements.
@@ -511,6 +512,8 @@ class TrainerBase(TrainModel):
     # Shared steps.
 
     def _state(self, adapter_name: str) -> TrainState[PendingForward]:
+        if self._closed:
+            raise CallOrderError("the model is closed: build a new one")
         return state_of(self._states, adapter_name)
 
     def _count_gradients(self, state: TrainState[PendingForward], losses: Sequence[LossOutput], error: Exception | None) -> Totals:
@@ -579,7 +582,7 @@ class TrainerBase(TrainModel):
 
     def _one_batch(self, inputs: Inputs) -> tuple[list[Row], Batch]:
         (features,) = split_micro_batches(self._features(inputs))
-        return features, self._processor(features)
+        return features, self._collate(features)
 
     def _agreed(self, make: Callable[[], T]) -> T:
         """What this rank makes of its rows before the model runs. Where that fails on one rank, the other data ranks raise PeerError, instead of

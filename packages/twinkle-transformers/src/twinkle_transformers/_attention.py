@@ -21,6 +21,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 
 from ._errors import UnsupportedModelError
 from ._gated_delta import RUNS
+from ._rotary import by_own_length
 
 # Implementations that take a mask, and those that take bounds of segments.
 _MASKED = ("eager", "sdpa", "flex_attention")
@@ -39,11 +40,13 @@ class Rows:
     sequence_ids_BT: which sequence each token is of; tokens of different sequences do not see one another. None: each row is one sequence,
     with what padding it has behind it, so that causal attention is all there is to it. shape: (B, T).
     segments: where each sequence begins among the B * T tokens, and the end; every sequence is one stretch.
+    lengths_BL: how long the sequence of each token of this rank's columns is; for rotary frequencies that depend on it.
     """
 
     shape: tuple[int, int]
     sequence_ids_BT: torch.Tensor | None = None
     segments: Sequence[int] = ()
+    lengths_BL: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +89,12 @@ class Attention:
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._make_mask)
         model.set_attn_implementation(self.name)
+        self._undo_rotary = by_own_length(model, lambda: None if self._rows is None else self._rows.lengths_BL)
 
     def remove(self) -> None:
         """The model attends as it did before."""
         self._model.set_attn_implementation(self.base)
+        self._undo_rotary()
         for registry in (AttentionInterface, AttentionMaskInterface):
             registry._global_mapping.pop(self.name, None)
 

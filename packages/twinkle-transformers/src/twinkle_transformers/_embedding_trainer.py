@@ -105,7 +105,6 @@ class EmbeddingTrainer(TransformersTrainer):
 
     def _hidden(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The last layer's output, ``[B, T, H]``, and a zero that stands for what the model made beside it."""
-        self._check_rows(batch)
         base = self._model.base_model
         if base is self._model:
             raise UnsupportedModelError(f"{type(self._model).__name__} has no base_model: its last layer's output is not known")

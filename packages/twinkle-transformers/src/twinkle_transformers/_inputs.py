@@ -45,7 +45,7 @@ def model_inputs(batch: Batch, device: torch.device) -> ModelInputs:
     bounds = tuple(segment_bounds(batch).tolist())
     ids_BT = None if plain else tensor(batch.sequence_ids)
     return ModelInputs(
-        rows=Rows(shape=batch.input_ids.shape, sequence_ids_BT=ids_BT, segments=() if plain else bounds),
+        rows=Rows(shape=batch.input_ids.shape, sequence_ids_BT=ids_BT, segments=() if plain else bounds, lengths_BL=tensor(sequence_lengths(batch))),
         runs=Runs(bounds=bounds),
         input_ids_BT=tensor(batch.input_ids),
         position_ids_BT=tensor(batch.position_ids),
@@ -63,6 +63,15 @@ def segment_bounds(batch: Batch) -> NDArray[np.int64]:
     begins = np.ones((num_rows, columns), dtype=bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     return np.append(np.flatnonzero(begins), num_rows * columns)
+
+
+def sequence_lengths(batch: Batch) -> NDArray[np.int64]:
+    """How many positions the sequence of each token has, ``[B, T]``; 1 at padding."""
+    _, which = np.unique(batch.sequence_ids, return_inverse=True)
+    which = which.reshape(batch.sequence_ids.shape)
+    longest = np.ones(which.max() + 1, dtype=np.int64)
+    np.maximum.at(longest, which, batch.position_ids + 1)
+    return np.where(batch.valid, longest[which], 1)
 
 
 def counted_tokens(batch: Batch) -> NDArray[np.int64]:

@@ -1,12 +1,15 @@
 """Reads Hugging Face checkpoints, and makes models without weights that are filled from one that has been read elsewhere."""
 
 import os
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ._errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -29,17 +32,16 @@ def load_model(folder: Path, *, attn_implementation: str | None, trust_remote_co
 
     Raises:
         UnsupportedModelError: transformers does not know it as a causal language model, or not with this attention.
-        CheckpointError: weights are missing.
+        CheckpointError: weights are missing or of other shapes, or a file cannot be read.
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **_options(folder, attn_implementation, trust_remote_code)
-        )
+    with _reading(folder):
+        options = _options(folder, attn_implementation, trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
         model, info = loaded
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"transformers cannot load {folder} as a causal language model: {error}") from error
+    for name, have, want in sorted(info["mismatched_keys"]):
+        raise CheckpointError(f"{folder} has {name} of shape {tuple(have)}, and its config.json makes it {tuple(want)}: they do not belong together")
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{folder} lacks {len(missing)} weights of {type(model).__name__}, {missing[:3]} for example: it is incomplete")
@@ -117,11 +119,23 @@ def check_same_model(folder: Path, config: Any, *, trust_remote_code: bool = Fal
     """CheckpointError unless the checkpoint is of the same model type and sizes."""
     from transformers import AutoConfig
 
-    other = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with _reading(folder):
+        other = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"):
         have, want = getattr(other, name, None), getattr(config, name, None)
         if have != want:
             raise CheckpointError(f"{folder} has {name}={have!r}, this model has {want!r}: it is a checkpoint of another model")
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """What transformers raises in this context is an error of ours."""
+    try:
+        yield
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(f"transformers cannot load {folder} as a causal language model: {error}") from error
+    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"could not read {folder}: {error}") from error
 
 
 def _options(folder: Path, attn_implementation: str | None, trust_remote_code: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ._columns import Columns, divide
 from ._errors import LayoutError, UnsupportedModelError
 from ._gated_delta import RUNS, GatedDeltaNetPaddingFreePatch, Qwen3_5GatedDeltaNetUlyssesPatch, Runs, gated_delta_layers
 from ._groups import Groups
-from ._inputs import ModelInputs, counted_tokens, segment_bounds
+from ._inputs import ModelInputs, counted_tokens, segment_bounds, sequence_lengths
 from ._packing import packing_fault
 from ._ring import ring_attention
 
@@ -78,7 +78,7 @@ class SequenceParallel:
         plain = self.ring_size == 1 and not batch.is_packed and bool(batch.valid[:, 0].all())
         shape = (len(own_BL), own_BL.shape[1] * self.ulysses_size)
         ids = None if plain else torch.as_tensor(_take(batch.sequence_ids, self._of_group(columns), -1), device=self.device)
-        rows = Rows(shape=shape, sequence_ids_BT=ids, segments=() if plain else columns.segments)
+        rows = Rows(shape=shape, sequence_ids_BT=ids, segments=() if plain else columns.segments, lengths_BL=part(sequence_lengths(batch), 1))
         place_BT, order_BP = (torch.as_tensor(array, device=self.device) for array in (columns.place_BT, columns.order_BP))
         inputs = ModelInputs(
             rows=rows,

@@ -29,6 +29,7 @@ from twinkle_train import (
     OptimizerConfig,
     Piece,
     ReduceGroups,
+    Row,
     TokenOutputs,
     TrainerBase,
     check_files,
@@ -43,7 +44,7 @@ from twinkle_train import (
 )
 
 from ._adapters import Adapter, Adapters
-from ._errors import CheckpointError, UnsupportedModelError
+from ._errors import CheckpointError, LayoutError, UnsupportedModelError
 from ._examine import attention_of, examine
 from ._expert_parallel import ExpertParallelConfig, divide_experts
 from ._gated_delta import RUNS, GatedDeltaNetPaddingFreePatch
@@ -91,9 +92,15 @@ class TransformersTrainer(TrainerBase):
     ) -> None:
         if mixed_precision not in _DTYPES:
             raise ConfigError(f"mixed_precision is 'no', 'bf16' or 'fp16', not {mixed_precision!r}")
+        given = ("sequence_parallel", sequence_parallel, SequenceParallelConfig), ("expert_parallel", expert_parallel, ExpertParallelConfig)
+        for option, config, kind in given:
+            if not isinstance(config, kind | None):
+                raise ConfigError(f"{option} is {kind.__name__}(...), not {config!r}")
         self._loss_scales = {"": LossScale(initial_loss_scale)}
         mesh = _on_this_machine(device_mesh or DeviceMesh.from_sizes(dp_size=launcher_world_size()))
         check_mesh(mesh)
+        if sequence_parallel is not None and (sequence_parallel.ulysses_size or 1) > 1 == mesh.ulysses_size * mesh.cp_size:
+            raise LayoutError("the mesh divides no sequences: give it ulysses_size or cp_size")
         self._path = find_checkpoint(model_id)
         self._mesh = mesh
         self._dtype = _DTYPES[mixed_precision]
@@ -281,15 +288,15 @@ class TransformersTrainer(TrainerBase):
             raise failure
         return kept
 
-    def _check_rows(self, batch: Batch) -> None:
-        """InputError for rows that would be wrong."""
+    def _collate(self, rows: list[Row]) -> Batch:
+        batch = super()._collate(rows)
         if batch.is_packed and self._packing_fault is not None:
             raise InputError(f"rows of several sequences would be wrong: {self._packing_fault}. Give one sequence a row")
         if self._from_column_0 and not batch.valid[:, 0].all():
             raise InputError(f"{type(self._model).__name__} {self._from_column_0}: pad on the right")
+        return batch
 
     def _outputs(self, batch: Batch) -> tuple[TokenOutputs, Routing]:
-        self._check_rows(batch)
         sequence = self._sequence
         if sequence is None:
             inputs = model_inputs(batch, self._groups_of_mesh.device)
@@ -496,6 +503,7 @@ class TransformersTrainer(TrainerBase):
         Raises:
             CheckpointError: a checkpoint that was still written in the background failed.
         """
+        self._closed = True
         try:
             self._checkpoints.close()
         finally:
