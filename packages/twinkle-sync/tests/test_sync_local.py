@@ -74,6 +74,32 @@ def test_a_resumed_run_counts_versions_on():
         CheckpointEngineManager(model=Trainer(), sampler=Sampler(), first_version=0)
 
 
+def test_samplers_of_one_process_all_get_the_weights():
+    trainer, one, two = Trainer(), Sampler(), Sampler()
+    manager = CheckpointEngineManager(model=trainer, sampler=[one, two])
+    for mode in ("full", "delta", "delta"):
+        trainer.weights["a"] = trainer.weights["a"] + 1
+        assert manager.sync_weights(mode).mode == "full"
+        assert [one.sample(), two.sample()] == [trainer.weights["a"].sum().item() + 9] * 2
+    two.fail = True
+    with pytest.raises(ArithmeticError):
+        manager.sync_weights()
+    assert (one.weight_version(), manager.is_stale) == (4, True)
+    with pytest.raises(WeightsUnavailable):
+        two.sample()
+    two.fail = False
+    manager.sync_weights()
+    assert one.weight_version() == two.weight_version() == 5
+
+
+def test_managers_may_take_turns_and_a_transport_between_processes_is_refused_in_one():
+    trainer, sampler = Trainer(), Sampler()
+    managers = [CheckpointEngineManager(model=trainer, sampler=sampler) for _ in range(2)]
+    assert [manager.sync_weights().version for manager in managers * 2] == [1, 1, 2, 2]
+    with pytest.raises(ChannelMisuse, match="transport='gloo' is between processes, and trainer and samplers share one here"):
+        CheckpointEngineManager(model=trainer, sampler=sampler, transport="gloo").sync_weights()
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fail", [False, True])
 def test_who_asks_while_another_thread_loads_hears_how_it_ended(fail):

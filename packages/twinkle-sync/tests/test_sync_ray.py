@@ -177,6 +177,12 @@ def test_all_sampler_ranks_follow_all_trainer_ranks_and_every_failure_is_an_erro
     assert manager.sync_weights().version == 4
     assert [weights for weights, _ in sampler.look()] == [_expected(9.0)] * 2
 
+    # Another manager takes the connection's place, and this one makes it anew.
+    with _within(15):
+        _manager(trainer, sampler).sync_weights()
+        manager.sync_weights()
+    before += 2
+
     # A loader that fails: the same, and the trainer is free again at once.
     sampler.set("raise")
     with _within(15), pytest.raises(ArithmeticError, match="the loader failed"):

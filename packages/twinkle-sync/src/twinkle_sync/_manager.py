@@ -17,6 +17,7 @@ from ._receiver import WeightReceiver
 from ._sender import WeightSender
 from ._spec import TensorSpec
 
+_BETWEEN_PROCESSES = ("gloo", "folder", "ray", "nccl", "cuda_ipc")
 _GRACE_S = 10.0  # the workers' own deadlines fire first: they say more
 _SETTLE_S = 5.0  # after a failure, how long the other side gets to end too
 
@@ -139,7 +140,8 @@ class CheckpointEngineManager:
         self._is_stale = self._is_stale or mode != "lora"
         try:
             workers = self._workers()
-            if self._channel is None or self._channel.workers != workers:  # a new process is not part of the connection
+            # A new process is not part of the connection, and another manager's transfer has taken its place.
+            if self._channel is None or self._channel.workers != workers or not self._channel.is_open(*workers):
                 self._channel = self._open_channel(*workers)
             plan = self._plan(self._channel, mode, adapter_name, merge)
             receipt = self._transfer(self._channel, plan)
@@ -159,10 +161,12 @@ class CheckpointEngineManager:
     def _open_channel(self, senders: list[WorkerInfo], by_sampler: list[list[WorkerInfo]]) -> "_Channel":
         receivers = [worker for workers in by_sampler for worker in workers]
         processes = {worker.process for worker in senders + receivers}
-        if len(processes) == 1 and len(receivers) == 1:
-            if receivers[0].rank != 0:
+        if len(processes) == 1:
+            if any(worker.rank != 0 for worker in receivers):
                 raise ChannelMisuse("under torchrun trainer and sampler share their processes, where only a world size of 1 can synchronise; use Ray")
             transport = self._transport or "memory"
+            if transport in _BETWEEN_PROCESSES:
+                raise ChannelMisuse(f"transport={transport!r} is between processes, and trainer and samplers share one here: leave it out")
         else:
             transport = self._transport or "gloo"
         for workers in by_sampler:
@@ -174,19 +178,21 @@ class CheckpointEngineManager:
             raise ChannelMisuse(
                 f"num_senders is {self._num_senders}, and {len(able)} of {len(senders)} ranks of the trainer have whole weights to send"
             )
-        chosen = senders_of(receivers, able, self._num_senders)
+        chosen = senders_of(receivers[:1] if transport == "memory" else receivers, able, self._num_senders)
         opened = _as_list(self._model.open_weight_channel(transport, self._timeout_s, sorted(set(chosen))))
         addresses = {sender.rank: address for sender, address in zip(senders, opened, strict=True)}
         routes = {rank: Route(addresses[rank], 1 + chosen.count(rank)) for rank in sorted(set(chosen))}
         numbered = iter([(rank, 1 + chosen[:index].count(rank)) for index, rank in enumerate(chosen)])
-        places = tuple(tuple(next(numbered) for _ in workers) for workers in by_sampler)
+        # In one process samplers receive one after the other, each as if it were the only one.
+        places = tuple(((senders[0].rank, 1),) if transport == "memory" else tuple(next(numbered) for _ in workers) for workers in by_sampler)
         here = WorkerInfo.here().process
         sender_is_here = {worker.process for worker in senders} == {here}
         return _Channel((senders, by_sampler), transport, routes, places, sender_is_here, transport == "memory")
 
     def _plan(self, channel: "_Channel", mode: SyncMode, adapter_name: str, merge: bool) -> TransferPlan:
         base = 0
-        if mode == "delta":
+        builds = mode == "delta" and not (channel.in_memory and len(self._samplers) > 1)  # in one process what is kept is that of one receiver
+        if builds:
             sent = dict(enumerate(_as_list(self._model.kept_version_sent())))
             versions = {sent[rank] for rank in channel.routes}.union(*(_as_list(sampler.kept_version_received()) for sampler in self._samplers))
             base = versions.pop() if len(versions) == 1 else 0
@@ -198,7 +204,7 @@ class CheckpointEngineManager:
             timeout_s=self._timeout_s,
             verify=self._verify,
             dtype=self._dtype,
-            keep=1 + secrets.randbits(62) if mode == "delta" else 0,
+            keep=1 + secrets.randbits(62) if builds else 0,
             base_version=base,
             adapter_name=adapter_name,
             adapter_config=self._model.sent_adapter_config(adapter_name) if mode == "lora" else "",
@@ -216,14 +222,20 @@ class CheckpointEngineManager:
             pairs = zip(self._samplers, channel.places, strict=True)
             return [sampler.receive_weights(replace(plan, places=places)) for sampler, places in pairs]
 
-        if channel.in_memory or not channel.sender_is_here:
-            sent, received = send(), receive()
+        if channel.in_memory:
+            sent: list[LazyResult[Any]] = []
+            received: list[LazyResult[Any]] = []
+            for sampler, places in zip(self._samplers, channel.places, strict=True):
+                sent.append(send())
+                received.append(sampler.receive_weights(replace(plan, places=places)))
+        elif not channel.sender_is_here:
+            sent, received = [send()], receive()
         else:
-            received, sent = receive(), send()
+            received, sent = receive(), [send()]
         try:
-            gather(*received, sent, timeout_s=self._timeout_s + _GRACE_S)
+            gather(*received, *sent, timeout_s=self._timeout_s + _GRACE_S)
         except Exception as error:  # whatever a trainer's export or a sampler's loader raises; raised again, or what caused it
-            cause = _root_cause(error, *received, sent)
+            cause = _root_cause(error, *received, *sent)
             if cause is error:
                 raise
             raise cause from error
@@ -238,6 +250,13 @@ class _Channel:
     places: tuple[tuple[tuple[int, int], ...], ...]  # of each sampler; see TransferPlan
     sender_is_here: bool
     in_memory: bool
+
+    def is_open(self, senders: list[WorkerInfo], by_sampler: list[list[WorkerInfo]]) -> bool:
+        """Whether all that are part of it say so."""
+        ends = [(worker, worker.rank) for worker in senders if worker.rank in self.routes]
+        for workers, places in zip(by_sampler, self.places, strict=True):
+            ends += [(worker, places[worker.rank][0]) for worker in workers]
+        return all(worker.channel == self.routes[sender].address for worker, sender in ends)
 
     @property
     def num_receivers(self) -> int:

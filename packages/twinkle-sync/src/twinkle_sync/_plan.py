@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from twinkle_mesh import launcher_rank
@@ -53,17 +53,18 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where one rank of a component lives. can_send: it is of a trainer, and has whole weights."""
+    """Where one rank of a component lives. can_send: it is of a trainer, and has whole weights. channel: the address of its open connection."""
 
     rank: int
     host: str
     pid: int
     can_send: bool = False
+    channel: str = field(default="", compare=False)
 
     @classmethod
-    def here(cls, *, can_send: bool = False) -> "WorkerInfo":
+    def here(cls, *, can_send: bool = False, channel: str = "") -> "WorkerInfo":
         """This process."""
-        return cls(launcher_rank(), socket.gethostname(), os.getpid(), can_send)
+        return cls(launcher_rank(), socket.gethostname(), os.getpid(), can_send, channel)
 
     @property
     def process(self) -> tuple[str, int]:

@@ -86,7 +86,7 @@ class WeightReceiver:
     @remote_function(dispatch="all", collect="none")
     def weight_receiver_info(self) -> WorkerInfo:
         """Where this rank lives."""
-        return WorkerInfo.here()
+        return WorkerInfo.here(channel=self._receive_address)
 
     @remote_function(dispatch="all", collect="none")
     def receive_weights(self, plan: TransferPlan) -> TransferReceipt:

@@ -61,7 +61,8 @@ class WeightSender:
     @remote_function(dispatch="all", collect="none")
     def weight_sender_info(self) -> WorkerInfo:
         """Where this rank lives."""
-        return WorkerInfo.here(can_send=self.every_rank_has_weights or WorkerInfo.here().rank == 0)
+        can_send = self.every_rank_has_weights or WorkerInfo.here().rank == 0
+        return WorkerInfo.here(can_send=can_send, channel=self._send_address if self._send_connected else "")
 
     @remote_function(dispatch="all", collect="none", lazy_collect=False)
     def open_weight_channel(self, transport: str, timeout_s: float, ranks: Sequence[int] = (0,)) -> str:
