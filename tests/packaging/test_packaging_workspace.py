@@ -66,6 +66,23 @@ def test_it_has_its_files(distribution: Distribution) -> None:
     assert re.search(rf"^## \[?{re.escape(distribution.version)}\b", (distribution.folder / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_the_folders_that_its_readme_has_pip_install_are_all_that_it_needs(distribution: Distribution) -> None:
+    _, said, text = (distribution.folder / "README.md").read_text().partition("from a clone")
+    if not said:
+        return
+    given = re.findall(r"(?:packages|\.)/(twinkle-[a-z]+)(?:\[([a-z,]+)\])?", text[:1200])
+    folders, known = {name for name, _ in given}, read_distributions()
+    assert distribution.name in folders
+    for name, extras in given:
+        project = known[name].project
+        needed = [
+            *project.get("dependencies", []),
+            *(each for extra in filter(None, extras.split(",")) for each in project["optional-dependencies"][extra]),
+        ]
+        missing = {match[0] for each in needed if (match := re.match(r"twinkle-[a-z]+", each))} - folders
+        assert not missing, f"{name}[{extras}] needs {sorted(missing)}, which are on no index"
+
+
 def test_the_root_has_its_files_and_lists_every_package() -> None:
     for name in ("LICENSE", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
         assert (ROOT / name).read_text().strip()

@@ -51,6 +51,8 @@ def make_app(service: Service) -> FastAPI:
         service.requests.append((request.method, request.url.path, dict(request.headers)))
         last = request.url.path.rsplit("/", 1)[-1]
         fault = service.faults[last].pop(0) if service.faults[last] else None
+        if isinstance(fault, tuple) and isinstance(fault[1], bytes):
+            return Response(fault[1], fault[0])  # of another program
         if isinstance(fault, tuple):
             return JSONResponse({"detail": fault[1]}, fault[0], {"X-Request-Id": request.headers["x-request-id"], **fault[2]})
         if fault == "slow":

@@ -135,6 +135,29 @@ def test_nothing_listens(server: Any) -> None:
     assert isinstance(caught.value, ConnectionError)
 
 
+@pytest.mark.parametrize("answer", [(404, "Not Found", {}), (405, "Method Not Allowed", {}), (404, b"404 page not found")])
+def test_another_program_answers(server: Any, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "twinkle_client")
+    client = TwinkleClient(session_heartbeat_interval=0.05)
+    server.service.faults["session_heartbeat"] = [answer]
+    until(lambda: "answers again" in caplog.text)  # a proxy without a server behind it: the session is not lost
+    assert not client.is_session_lost
+    server.service.faults["capacity_info"] = [answer]
+    with pytest.raises(twinkle_client.Unreachable, match=r"GET http://.*/capacity_info: .*; is the service there\? \(base_url") as caught:
+        client.get_capacity_info()
+    assert caught.value.status == answer[0]
+
+
+def test_an_answer_that_is_none_of_the_services_is_an_error_of_this_package(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "twinkle_client")
+    client = TwinkleClient(session_heartbeat_interval=0.05)
+    server.service.faults["session_heartbeat"] = [(200, b"Log in to this network")]
+    until(lambda: "answers again" in caplog.text)
+    server.service.faults["capacity_info"] = [(200, b"Log in to this network")]
+    with pytest.raises(twinkle_client.ServerFailed, match=r"cannot be read .*is the service there"):
+        client.get_capacity_info()
+
+
 def test_a_wrong_key_is_told_at_once_and_leaves_no_client_behind(server: Any) -> None:
     with pytest.raises(twinkle_client.Unauthorized, match="TWINKLE_SERVER_TOKEN"):
         TwinkleClient(api_key="another")

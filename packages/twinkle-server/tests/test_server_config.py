@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,22 @@ def test_every_wrong_field_is_named(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"prot": 1, "models": [{"name": "../x", "path": "p"}, {"name": "y", "path": "p", "max_loras": 0}]}))
     with pytest.raises(ConfigError) as caught:
         load_config(file, {})
-    for field in ("prot", "models.0.name", "models.1.max_loras"):
-        assert field in str(caught.value)
+    for told in ("prot: there is no such setting; is 'port' meant?", "models.0.name", "models.1.max_loras"):
+        assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"limits": {"body_byte": 1024}}, "limits.body_byte: there is no such setting; is 'body_bytes' meant?"),
+        ({"models": [{"name": "a", "path": "p", "sampler": {"backnd": "vllm"}}]}, "models.0.sampler.backnd: .*'backend'"),
+        ({"retention": {"zzz": 1}}, "retention.zzz: there is no such setting; there are session_s, "),
+        ({"models": [{"name": "a", "path": "p", "max_lora": 3}]}, "models.0.max_lora: .*'max_loras'"),
+    ],
+)
+def test_a_misspelt_setting_is_told_with_the_right_one(content: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(content)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +116,49 @@ def test_commands_make_list_and_revoke_keys(tmp_path: Path, capsys: pytest.Captu
     assert main(["print-config", "-c", str(file)]) == 0
     assert yaml.safe_load(capsys.readouterr().out.rpartition("The configuration is right.\n")[2])["port"] == 8000
     assert main(["gc", "-c", str(file)]) == 0
+
+
+@pytest.mark.parametrize("days", ["0", "-1", "nan", "inf", "1e9"])
+def test_a_key_that_never_was_or_ever_is_valid_is_not_made(days: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(f"data_dir: {tmp_path / 'data'}\n")
+    assert main(["keys", "create", "alice", "-c", str(file), "--days", days]) == 2
+    assert "days" in capsys.readouterr().err
+
+
+def test_keys_say_where_they_are_and_which_have_expired(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["keys", "list"]) == 0
+    where = str(tmp_path / "twinkle-server-data" / "server.db")
+    assert where in capsys.readouterr().err  # there is none, in a database that may be another than the server's
+    assert main(["keys", "create", "alice", "--days", "0.0000001"]) == 0
+    assert where in capsys.readouterr().err
+    assert main(["keys", "list"]) == 0
+    assert " expired " in capsys.readouterr().out
+    assert main(["keys", "revoke", "nobodys"]) == 2
+    assert where in capsys.readouterr().err
+
+
+def test_launch_says_in_a_line_why_it_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, data = tmp_path / "server.yaml", tmp_path / "data"
+    file.write_text(f"data_dir: {data}\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert main(["launch", "-c", str(file), "--port", str(other.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+    assert not data.exists()  # no key was made, that the next launch would not show
+    service = open_service(parse_config({"data_dir": str(data)}))
+    service.folders.lock()
+    try:
+        assert main(["launch", "-c", str(file), "--port", "0"]) == 2
+    finally:
+        service.folders.unlock()
+        service.store.close()
+    told = capsys.readouterr()
+    assert "another server uses" in told.err
+    assert not told.out
+    file.write_text(yaml.safe_dump({"data_dir": str(data), "models": [{"name": "a", "path": str(tmp_path / "nowhere")}]}))
+    assert main(["launch", "-c", str(file), "--port", "0"]) == 2
+    assert "nowhere holds no Hugging Face checkpoint" in capsys.readouterr().err
 
 
 def test_importing_it_loads_no_engine() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import httpx
+from pydantic import ValidationError
 
 from ._calls import Call
 from ._errors import (
@@ -69,9 +70,21 @@ class Attempts:
         if status < 300:
             return None
         error = error_of(status, headers, content)
+        if status in (404, 405) and not _is_the_services(content):
+            told = f"{self._what}: {error.message[:100]}; is the service there? (base_url, or {URL_VARIABLE}, and route_prefix)"
+            raise Unreachable(told, request_id=error.request_id or self._request_id, status=status)
         if status not in _TRY_AGAIN:
             raise error
         return self._wait(error, repeatable=self._call.is_repeatable)
+
+    def read(self, content: bytes) -> Any:
+        """What the call reads from an answer; ServerFailed for one that it cannot read, as of a proxy's page of greeting."""
+        try:
+            return self._call.read(content)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
+            told = f"{self._what}: the answer cannot be read ({problem}); is the service there? (base_url, or {URL_VARIABLE})"
+            raise ServerFailed(told, request_id=self._request_id) from error
 
     def _wait(self, error: ClientError, *, repeatable: bool) -> float:
         self._done += 1
@@ -84,8 +97,12 @@ class Attempts:
             raise error
         return wait_s
 
+    @property
+    def _what(self) -> str:
+        return f"{self._call.method} {self._settings.url}{self._call.path.replace('{prefix}', self._settings.prefix)}"
+
     def _failure(self, error: httpx.HTTPError) -> ClientError:
-        what = f"{self._call.method} {self._settings.url}{self._call.path.replace('{prefix}', self._settings.prefix)}"
+        what = self._what
         if isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout)):
             return DeadlineExceeded(f"{what}: no answer within {self._limit_s:g} s", request_id=self._request_id)
         if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
@@ -123,6 +140,15 @@ def _message(content: bytes) -> str:
     if isinstance(detail, list):
         return "; ".join(_of_argument(each) for each in cast("list[Any]", detail)[:10])
     return detail if isinstance(detail, str) else json.dumps(detail)[:2000]
+
+
+def _is_the_services(content: bytes) -> bool:
+    """Whether a 404 or 405 speaks of an object; otherwise there is no such route, or another program answers."""
+    try:
+        body = json.loads(content)
+    except ValueError:
+        return False
+    return isinstance(body, dict) and cast("dict[str, Any]", body).get("detail") not in (None, "Not Found", "Method Not Allowed")
 
 
 def _of_argument(problem: Any) -> str:

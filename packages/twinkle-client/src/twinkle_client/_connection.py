@@ -98,7 +98,7 @@ class Connection:
         attempts = Attempts(call, self.settings, request_id, timeout_s)
         status, content = self._attempt(call, attempts, request_id)
         if status != 202:
-            return call.read(content)
+            return attempts.read(content)
         future = Future.model_validate_json(content)
         while not _ended(future):
             poll = _poll(call, future)
@@ -197,7 +197,7 @@ class AsyncConnection:
         attempts = Attempts(call, self.settings, request_id, timeout_s)
         status, content = await self._attempt(call, attempts, request_id)
         if status != 202:
-            return call.read(content)
+            return attempts.read(content)
         future = Future.model_validate_json(content)
         while not _ended(future):
             poll = _poll(call, future)

@@ -22,6 +22,7 @@ from twinkle_remote import remote_class as remote_class
 from twinkle_remote import remote_function as remote_function
 from twinkle_remote import shutdown as shutdown
 from twinkle_sync import CheckpointEngineManager as CheckpointEngineManager
+from twinkle_train import LoraConfig as LoraConfig
 from twinkle_train import group_advantages as group_advantages
 from twinkle_transformers import TransformersModel as TransformersModel
 from twinkle_vllm import vLLMSampler as vLLMSampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 from collections.abc import Mapping
@@ -198,8 +199,29 @@ def parse_config(content: Mapping[str, Any]) -> ServerConfig:
     try:
         return ServerConfig.model_validate(content)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, each['loc'])) or 'settings'}: {each['msg']}" for each in error.errors(include_url=False, include_input=False)]
+        lines = [
+            f"{'.'.join(map(str, each['loc'])) or 'settings'}: {_no_such_setting(each['loc']) if each['type'] == 'extra_forbidden' else each['msg']}"
+            for each in error.errors(include_url=False, include_input=False)
+        ]
         raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(lines)) from None
+
+
+_SECTIONS: dict[str, type[_Section]] = {
+    "runtime": RuntimeConfig,
+    "groups": GroupConfig,
+    "models": ModelConfig,
+    "sampler": SamplerConfig,
+    "limits": LimitConfig,
+    "retention": RetentionConfig,
+}
+
+
+def _no_such_setting(at: tuple[int | str, ...]) -> str:
+    """What is said of a setting that there is not: which one may be meant."""
+    section = next((part for part in reversed(at[:-1]) if isinstance(part, str)), "")
+    names = list(_SECTIONS.get(section, ServerConfig).model_fields)
+    near = difflib.get_close_matches(str(at[-1]), names, 1)
+    return "there is no such setting; " + (f"is {near[0]!r} meant?" if near else f"there are {', '.join(names)}")
 
 
 def _override(content: dict[str, Any], name: str, value: str) -> None:

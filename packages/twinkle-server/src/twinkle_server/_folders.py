@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ._errors import ConfigError, Failed
 
@@ -32,6 +32,7 @@ class Folders:
         # Absolute: workers of the runtime may have another working folder.
         self._whole = root.absolute() / "whole"
         self._unfinished = root.absolute() / "unfinished"
+        self._lock: IO[str] | None = None
         for folder in (self._whole, self._unfinished):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -135,15 +136,21 @@ class Folders:
 
     def lock(self) -> None:
         """Makes this process the only one that serves this folder; ConfigError where another does."""
-        self._lock = (self._whole.parent / "lock").open("w")
+        if self._lock is not None:
+            return
+        lock = (self._whole.parent / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.close()
             raise ConfigError(f"another server uses {self._whole.parent}; give this one a data_dir of its own") from None
+        self._lock = lock
 
     def unlock(self) -> None:
         """Lets another process serve it."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 class Written:

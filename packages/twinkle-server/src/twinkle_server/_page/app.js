@@ -33,10 +33,11 @@ function element(name, text, className) {
   return made;
 }
 
-function rows(body, lines) {
+// long: the columns whose text may break anywhere (identities, paths).
+function rows(body, lines, long = [0]) {
   body.replaceChildren(...lines.map((cells) => {
     const row = element("tr");
-    row.append(...cells.map((cell) => element("td", String(cell))));
+    row.append(...cells.map((cell, index) => element("td", String(cell), long.includes(index) ? "long" : "")));
     return row;
   }));
 }
@@ -133,7 +134,8 @@ async function update() {
   rows(at("queues").tBodies[0], overview.queues.map((queue) => [queue.name, queue.running, queue.waiting, queue.waiting_own]));
   at("no-sessions").hidden = overview.sessions.length > 0;
   rows(at("sessions").tBodies[0], overview.sessions.map((session) => [
-    session.session_id, session.metadata ? JSON.stringify(session.metadata) : "", ago(session.created_at), ago(session.seen_at)]));
+    session.session_id, session.metadata ? JSON.stringify(session.metadata) : "", ago(session.created_at), ago(session.seen_at)]), [0, 1]);
+  at("sessions").hidden = !overview.sessions.length;
   const runs = page.training_runs;
   at("no-runs").hidden = runs.length > 0;
   at("more").hidden = page.cursor.total_count <= runs.length;
@@ -182,7 +184,8 @@ async function loop() {
       show("Connected, " + new Date().toLocaleTimeString());
     }
   } catch (error) {
-    if (error.status === 401 || error.status === 403) { leave(error.message); return; }
+    if (error.status === 401) { leave("The server does not know this key, or it has expired or been revoked."); return; }
+    if (error.status === 403) { leave(error.message); return; }
     show("No answer: " + error.message, true);
   }
   timer = setTimeout(loop, EVERY_MS);
