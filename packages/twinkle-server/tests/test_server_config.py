@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
 
 from twinkle_server import ConfigError, create_key, load_config, parse_config
+from twinkle_server._errors import describe
 from twinkle_server.cli import main, open_service
 from twinkle_server.store import Store
 
@@ -159,6 +163,18 @@ def test_launch_says_in_a_line_why_it_cannot(tmp_path: Path, capsys: pytest.Capt
     file.write_text(yaml.safe_dump({"data_dir": str(data), "models": [{"name": "a", "path": str(tmp_path / "nowhere")}]}))
     assert main(["launch", "-c", str(file), "--port", "0"]) == 2
     assert "nowhere holds no Hugging Face checkpoint" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_as_one_whoever_tells_of_it() -> None:
+    database = create_engine("sqlite://")
+    with database.begin() as connection:
+        connection.execute(text("PRAGMA max_page_count = 1"))
+        with pytest.raises(OperationalError) as caught:
+            connection.execute(text("CREATE TABLE large (column_a TEXT)"))
+    assert describe(caught.value).status == 507
+    assert describe(RuntimeError("could not save: SafetensorError: I/O error: No space left on device (os error 28)")).status == 507
+    assert describe(OSError(errno.ENOSPC, "full")).status == 507
+    assert describe(OSError(errno.EIO, "broken")).status == 500
 
 
 def test_importing_it_loads_no_engine() -> None:

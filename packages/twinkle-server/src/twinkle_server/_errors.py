@@ -147,7 +147,9 @@ def describe(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     # A remote error derives from the original type and RemoteCallError; its text has the remote traceback after the message.
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    # Libraries in other languages (safetensors, SQLite, PostgreSQL) and remote ones tell it in their text only.
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if full or any(text in str(error) for text in ("No space left on device", "database or disk is full")):
         return Full("the server's disk is full: nothing was kept; its operator has to make room")
     own = [base for base in type(error).__mro__ if base.__name__ not in ("RemoteError", "RemoteCallError")]
     speaking = any(base.__module__.partition(".")[0] in _SPEAKING for base in own)

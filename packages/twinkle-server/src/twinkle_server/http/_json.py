@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -18,9 +18,12 @@ class StrictRequest(Request):
     """A request whose JSON is strict."""
 
     async def json(self) -> Any:
-        """The body's content; BadRequest when it is no JSON."""
+        """The body's content; HTTPException 400 when it is no JSON: of any other error FastAPI would not tell what is wrong."""
         if not hasattr(self, "_strict_json"):
-            self._strict_json = parse_json(await self.body())
+            try:
+                self._strict_json = parse_json(await self.body())
+            except BadRequest as error:
+                raise HTTPException(400, str(error)) from None
         return self._strict_json
 
 
