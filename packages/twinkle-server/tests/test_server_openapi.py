@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +170,56 @@ def test_generated_requests_get_documented_answers(served: tuple[TestClient, Ser
     assert not failures, "\n".join(failures[:20])
 
 
-def answers_of(operation: Any, client: TestClient, key: str, examples: int) -> tuple[list[str], int]:
-    """What is wrong with the answers to generated requests of an operation, and how many were sent."""
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_generated_requests_to_a_model_that_is_there_get_documented_answers(model_settings: dict[str, Any], tmp_path: Path) -> None:
+    """The verbs with a model, a sampler and an adapter that can be trained, whatever else is in the body."""
+    config = parse_config(
+        {
+            "data_dir": str(tmp_path / "data"),
+            "models": [model_settings],
+            "limits": {"requests_per_s": 1e6, "request_burst": 10**6, "call_s": 60, "processors": 10**4, "runs": 10**4},
+        }
+    )
+    service = Service(config)
+    _, key = create_key(service.store, "alice")
+    model = model_settings["name"]
+    with TestClient(create_app(config, service), raise_server_exceptions=False, headers={"X-API-Key": key}) as client:
+
+        def post(verb: str, **body: Any) -> None:
+            answer = client.post(f"/api/v1/model/{model}/twinkle/{verb}", json={"adapter_name": "mine", **body})
+            assert answer.status_code == 200, answer.text
+
+        post("create")
+        post("add_adapter_to_model", config={"r": 2})
+        post("save", name="first")
+        assert client.post(f"/api/v1/sampler/{model}/twinkle/create", json={}).status_code == 200
+
+        def aim(case: Any) -> None:
+            if "model" in (case.path_parameters or {}):
+                case.path_parameters["model"] = model
+            if isinstance(case.body, dict):
+                case.body |= {name: value for name, value in (("adapter_name", "mine"), ("path", "first")) if name in case.body or name != "path"}
+                case.body |= {"model": model} if "messages" in case.body else {}
+
+        schema = schemathesis.openapi.from_dict(client.get(DOCUMENT).json()).include(path_regex="^/api/v1/(model|sampler|processor|chat)/")
+        failures: list[str] = []
+        done = 0
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            if operation.path.endswith("/twinkle/add_adapter_to_model"):
+                continue  # the name is taken
+            for verb, body in (("set_loss", {"loss": "cross_entropy"}), ("set_optimizer", {"lr": 1e-3}), ("load", {"path": "first"})):
+                post(verb, **body)
+            found, sent = answers_of(operation, client, key, 20, aim)
+            failures += found
+            done += sent
+        assert done >= 300
+        assert not failures, "\n".join(failures[:20])
+
+
+def answers_of(operation: Any, client: TestClient, key: str, examples: int, aim: Callable[[Any], None] = lambda case: None) -> tuple[list[str], int]:
+    """What is wrong with the answers to generated requests of an operation, and how many were sent. aim: changes a request."""
     documented = {int(status) for status in operation.definition.raw.get("responses", {}) if status.isdigit()} | {405, 307}
     failures: list[str] = []
     count = 0
@@ -188,6 +236,7 @@ def answers_of(operation: Any, client: TestClient, key: str, examples: int) -> t
     def send(case: Any) -> None:
         nonlocal count
         count += 1
+        aim(case)
         request = case.as_transport_kwargs(base_url="http://testserver")
         request["headers"] = {**dict(request.get("headers") or {}), "Authorization": "", "X-API-Key": key}
         request.pop("cookies", None)

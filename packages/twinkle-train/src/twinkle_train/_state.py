@@ -171,8 +171,9 @@ class TrainState(Generic[PendingT]):
         self.gradients = Gradients.MEANS
 
     def finish_step(self) -> None:
-        """Counts an optimizer step with the gradients that are there."""
+        """Counts an optimizer step with the gradients that are there. A pending forward is forgotten: its graph is of the weights before."""
         self.gradients = Gradients.USED
+        self.pending = None
         self.used_learning_rate = self.learning_rate
         self.step += 1
 

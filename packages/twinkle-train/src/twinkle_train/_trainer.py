@@ -693,6 +693,9 @@ class TrainerBase(TrainModel):
         """In this context weights of the base model ('') or of adapters are changed in place; when it does not end well, they are a mixture."""
         names = list(names)
         self._mixed |= dict.fromkeys(names, _HALF_LOADED)
+        for name, state in self._states.items():
+            if name in names or "" in names:
+                state.pending = None  # its graph is of the old weights
         yield
         for name in names:
             self._mixed.pop(name, None)

@@ -454,6 +454,7 @@ def check_call_order(trainer: TrainModel, rows: Rows, *, share: slice = ALL) -> 
     expect_call_order_error("backward before calculate_loss", trainer.backward, naming="calculate_loss|forward_backward")
     trainer.forward_backward(rows[share])
     trainer.step()
+    expect_call_order_error("backward of a forward before the step", trainer.backward, naming="needs a forward")
     expect_call_order_error("a second step", trainer.step, naming="zero_grad")
     expect_call_order_error("forward_backward after step", lambda: trainer.forward_backward(rows[share]), naming="zero_grad")
     trainer.zero_grad()
