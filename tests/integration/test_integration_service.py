@@ -244,7 +244,8 @@ def test_the_commands_and_scripts_of_the_documents_run_as_they_are_written(tmp_p
         given = dict(word.split("=", 1) for word in told.split()[1:])
         environment |= given | {"TINKER_BASE_URL": given["TWINKLE_SERVER_URL"], "TINKER_API_KEY": given["TWINKLE_SERVER_TOKEN"]}
         readme = (ROOT / "packages" / "twinkle-client" / "README.md").read_text()
-        (block,) = [block for block in re.findall(r"^```\n(.*?)^```", readme, re.DOTALL | re.MULTILINE) if "TwinkleClient(" in block]
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+        (block,) = [block for language, block in blocks if not language and "TwinkleClient(" in block]
         (tmp_path / "readme.py").write_text(block)
         for script, expected in [
             (ROOT / "examples" / "service" / "sft.py", "step 30"),

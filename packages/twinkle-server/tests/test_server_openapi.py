@@ -205,7 +205,8 @@ def test_generated_requests_to_a_model_that_is_there_get_documented_answers(mode
         schema = schemathesis.openapi.from_dict(client.get(DOCUMENT).json()).include(path_regex="^/api/v1/(model|sampler|processor|chat)/")
         failures: list[str] = []
         done = 0
-        for result in schema.get_all_operations():
+        results: Any = schema.get_all_operations()
+        for result in results:
             operation = result.ok()
             if operation.path.endswith("/twinkle/add_adapter_to_model"):
                 continue  # the name is taken
