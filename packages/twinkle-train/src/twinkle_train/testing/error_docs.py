@@ -27,16 +27,16 @@ def documented_messages(document: Path) -> list[str]:
 def unknown_messages(document: Path, package: Path) -> list[str]:
     """Those of the page that are no text of a package, nor of twinkle-train, which says some of its messages."""
     texts = {text for _, node in _nodes([*package.rglob("*.py"), *_PACKAGE.glob("*.py")]) if (text := _text(node)) is not None}
-    return [message for message in documented_messages(document) if not any(_is(message, text) for text in texts)]
+    return [message for message in documented_messages(document) if not any(map(_pattern(message).fullmatch, texts))]
 
 
 def undocumented_messages(document: Path, package: Path, *, too_general: Iterable[str] = ()) -> list[str]:
     """Those that the package raises, or twinkle-train for it, and the page lacks, each behind its place. too_general: of the page, fit too much."""
-    documented = [message for message in documented_messages(document) if message not in too_general]
+    documented = [_pattern(message) for message in documented_messages(document) if message not in too_general]
     return [
         f"{place}: {text.replace(_VALUE, '...')}"
         for place, text in _raised([*sorted(package.rglob("*.py")), *_SHARED])
-        if text.strip(f"{_VALUE}:/ ") and not any(_is(message.replace("\\|", "|"), text) for message in documented)
+        if text.strip(f"{_VALUE}:/ ") and not any(pattern.fullmatch(text) for pattern in documented)
     ]
 
 
@@ -67,5 +67,6 @@ def _first_cell(line: str) -> str:
     return found.group(1) if found and not found.group(1).endswith("Error") else ""
 
 
-def _is(message: str, text: str) -> bool:
-    return re.fullmatch(".*".join(re.escape(part) for part in message.split("...")), text, re.DOTALL) is not None
+def _pattern(message: str) -> re.Pattern[str]:
+    """What fits a message with any values."""
+    return re.compile(".*".join(re.escape(part) for part in message.split("...")), re.DOTALL)
