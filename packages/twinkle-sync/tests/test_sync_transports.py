@@ -99,7 +99,7 @@ def test_a_transport_of_gpus_says_so_without_one(transport):
 
 
 @gloo_by_default
-@pytest.mark.parametrize("scenario", ["one_never_comes", pytest.param("sender_is_slow", marks=full)])
+@pytest.mark.parametrize("scenario", ["one_never_comes", "receiver_is_slow", pytest.param("sender_is_slow", marks=full)])
 def test_every_wait_ends_at_the_deadline(run_ranks, scenario, transport):
     outcomes = run_ranks(scenario, deadline_s=30, transport=transport)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -45,12 +45,14 @@ class Sink(WeightReceiver):
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
         self.die_at = ""
+        self.seconds_per_tensor = 0.0
 
     def load_weights(self, tensors: Any, version: int) -> None:
         loaded = {}
         for name, tensor in tensors:
             if name == self.die_at:
                 os._exit(3)
+            time.sleep(self.seconds_per_tensor)
             loaded[name] = tensor
         self.weights = loaded
 
@@ -277,6 +279,13 @@ def one_never_comes(rank: int, world_size: int, address: Any) -> Any:
 def sender_is_slow(rank: int, world_size: int, address: Any) -> Any:
     me = Rank(rank, world_size, address, timeout_s=2.0)
     me.source.seconds_per_tensor = 1.0
+    return me.transfer(1)
+
+
+def receiver_is_slow(rank: int, world_size: int, address: Any) -> Any:
+    me = Rank(rank, world_size, address, timeout_s=2.0)
+    if rank == world_size - 1:
+        me.sink.seconds_per_tensor = 1.0
     return me.transfer(1)
 
 
