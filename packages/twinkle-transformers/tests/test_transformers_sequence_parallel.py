@@ -1,5 +1,6 @@
 """Sequence parallelism by itself: on a bare model, what is refused, where columns go, and the ring's kernels."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -141,3 +142,31 @@ def test_a_ring_of_one_is_causal_attention_of_each_sequence(kernel: str, dtype: 
         assert mine.dtype == dtype
         # A few roundings of numbers up to four.
         assert (mine.double() - theirs.double()).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2)
+
+
+def different_rows_on_rank(path: Path, rows: list[Any]) -> list[str]:
+    """Runs on every rank: what is said when ranks that share rows get different ones, of equal and of other lengths, or one of them none."""
+    from twinkle_data import InputFeature
+    from twinkle_mesh import DeviceMesh
+    from twinkle_transformers._trainer import TransformersTrainer
+
+    rank = int(os.environ["RANK"])
+    trainer = TransformersTrainer(path, DeviceMesh.from_sizes(device_type="cpu", ulysses_size=2))
+    trainer.set_loss("cross_entropy")
+    said: list[str] = []
+    for mine in ([InputFeature(input_ids=rows[0].input_ids + rank)], rows[rank::2], rows[:1][rank:]):
+        try:
+            trainer.forward_backward(mine)
+        except Exception as error:
+            said.append(f"{type(error).__name__} {error}")
+        trainer.zero_grad()
+    trainer.forward_backward(rows[:2])
+    trainer.close()
+    return said
+
+
+@pytest.mark.timeout(180)
+def test_different_rows_on_ranks_that_share_rows_are_refused(two_ranks: Any, checkpoint: Any, features: list[Any]) -> None:
+    for said in two_ranks.run(different_rows_on_rank, checkpoint("qwen3"), features):
+        assert len(said) == 3
+        assert all(text.startswith("InputError ranks that share rows (ulysses_size, cp_size) were given different ones") for text in said)

@@ -7,12 +7,14 @@ Shape suffixes: B rows, T columns of the batch, L columns of one rank, H query h
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from twinkle_data import Batch
@@ -91,6 +93,15 @@ class SequenceParallel:
             temperature_BT=part(batch.temperature, 1),
         )
         return inputs, columns
+
+    def same_on_all_ranks(self, rows: Sequence[NDArray[np.int64]]) -> bool:
+        """Whether all ranks have rows of these tokens. Collective."""
+        checksum = 0
+        for row in rows:
+            checksum = zlib.crc32(np.ascontiguousarray(row, dtype=np.int64).tobytes(), zlib.crc32(len(row).to_bytes(8, "little"), checksum))
+        bounds = torch.tensor([checksum, -checksum], dtype=torch.int64, device=self.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(bounds[0] == -bounds[1])
 
     def gather(self, values: torch.Tensor, columns: Columns) -> torch.Tensor:
         """Values ``[B, L, ...]`` of all ranks as the batch has them, ``[B, T, ...]``. Every rank must make the same of it."""

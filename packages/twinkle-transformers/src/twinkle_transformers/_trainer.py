@@ -22,6 +22,7 @@ from twinkle_train import (
     ComputeLoss,
     ConfigError,
     InputError,
+    Inputs,
     LoraConfig,
     LossOutput,
     LossScale,
@@ -287,6 +288,25 @@ class TransformersTrainer(TrainerBase):
         if failure is not None:
             raise failure
         return kept
+
+    def _features(self, inputs: Inputs) -> list[Row]:
+        if self._sequence is None:
+            return super()._features(inputs)
+        features: list[Row] = []
+        error: Exception | None = None
+        try:
+            features = super()._features(inputs)
+        except Exception as raised:  # raised below, once the ranks that share rows know
+            error = raised
+        same = self._sequence.same_on_all_ranks([row.input_ids for row in features])
+        if error is not None:
+            raise error
+        if not same:
+            raise InputError(
+                "ranks that share rows (ulysses_size, cp_size) were given different ones: give each the rows of its mesh.get_slice(len(rows)), "
+                "which is the same on all of them"
+            )
+        return features
 
     def _collate(self, rows: list[Row]) -> Batch:
         batch = super()._collate(rows)
