@@ -239,7 +239,7 @@ def test_the_commands_and_scripts_of_the_documents_run_as_they_are_written(tmp_p
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env={**environment, "TMPDIR": str(tmp_path)}, text=True)
     try:
         assert server.stdout is not None
-        told = next((line for line in server.stdout if "export" in line), "")
+        told = next((line for line in server.stdout if "TWINKLE_SERVER_URL=" in line), "")
         assert told, (tmp_path / "log").read_text()
         given = dict(word.split("=", 1) for word in told.split()[1:])
         environment |= given | {"TINKER_BASE_URL": given["TWINKLE_SERVER_URL"], "TINKER_API_KEY": given["TWINKLE_SERVER_TOKEN"]}
