@@ -169,3 +169,34 @@ def test_weights_that_only_the_configuration_ties_are_untied_on_all_ranks(pools:
     assert have.keys() == want.keys()
     assert "lm_head.weight" in have
     assert all(np.abs(have[name] - weight).max() < 1e-6 for name, weight in want.items())
+
+
+FAMILIES = ["qwen3", "afmoe", "gemma2", "deepseek_v3", "deepseek_v4", "nemotron_h", "qwen3_next", "gpt_oss", "gpt2", "mamba", "listed_moe"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=() if name in ("qwen3", "afmoe") else pytest.mark.full) for name in FAMILIES])
+def test_a_model_that_is_filled_is_the_one_that_was_read(family: str, checkpoint: Any) -> None:
+    import pickle
+
+    import torch
+
+    from twinkle_transformers._loading import empty_model, form_of, give_memory, load_model, take_tensors
+
+    def described(model: Any) -> dict[str, Any]:
+        parameters = {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in model.named_parameters()}
+        return parameters | {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_buffers()}
+
+    path, options = checkpoint(family), {"attn_implementation": None, "trust_remote_code": True}
+    read = load_model(path, **options)
+    filled = empty_model(path, pickle.loads(pickle.dumps(form_of(read))), **options)
+    assert described(filled) == described(read)
+    assert {tensor.device.type for tensor in filled.parameters()} == {"meta"}
+    give_memory(filled, torch.device("cpu"))
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        want = read(ids, use_cache=False).logits
+        tensors = take_tensors(read, all_buffers=True)
+        for name, tensor in [*filled.named_parameters(), *filled.named_buffers()]:
+            tensor.copy_(tensors[name])
+        assert torch.equal(filled(ids, use_cache=False).logits, want)

@@ -52,11 +52,13 @@ def load_model(folder: Path, *, attn_implementation: str | None, trust_remote_co
 class Form:
     """What only who has read a checkpoint knows about a model.
 
-    first_names: of each parameter's name, the first of the same parameter (tied weights have several). conversions: what transformers did to come
+    first_names: of each parameter's name, the first of the same parameter (tied weights have several). trained: which of these want gradients
+    (transformers 5.19 makes AFMoE's expert_bias without, and reads it with). conversions: what transformers did to come
     from the checkpoint's names and shapes to the model's, as `revert_weight_conversion` looks it up.
     """
 
     first_names: Mapping[str, str]
+    trained: frozenset[str]
     conversions: Any
 
 
@@ -64,7 +66,8 @@ def form_of(model: Any) -> Form:
     """Of a model that `load_model` gave."""
     names: dict[int, str] = {}
     first_names = {name: names.setdefault(id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return Form(first_names=first_names, conversions=getattr(model, "_weight_conversions", None))
+    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return Form(first_names=first_names, trained=trained, conversions=getattr(model, "_weight_conversions", None))
 
 
 def empty_model(folder: Path, form: Form, *, attn_implementation: str | None, trust_remote_code: bool) -> Any:
@@ -80,7 +83,7 @@ def empty_model(folder: Path, form: Form, *, attn_implementation: str | None, tr
         parent, _, last = name.rpartition(".")
         # One that is tied by the configuration, and has values of its own in the checkpoint, is untied, as transformers does it.
         owner = model.get_parameter(first)
-        untied = nn.Parameter(torch.empty_like(owner), requires_grad=owner.requires_grad)
+        untied = nn.Parameter(torch.empty_like(owner), requires_grad=first in form.trained)
         model.get_submodule(parent)._parameters[last] = untied if name == first else owner
     return model
 
