@@ -16,7 +16,7 @@ from twinkle_vllm.testing import logprob_error
 PROMPTS = [[5, 6, 7, 8, 9, 10], [90, 3, 44], [20] * 12]
 
 
-def save_moe(path: Path, seed: int) -> Any:
+def save_moe(path: Path, seed: int, heads: int = 2, kv_heads: int = 1) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -30,8 +30,8 @@ def save_moe(path: Path, seed: int) -> Any:
         num_experts=4,
         num_experts_per_tok=2,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=128,
         tie_word_embeddings=False,
         decoder_sparse_step=1,

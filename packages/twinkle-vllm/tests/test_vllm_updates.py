@@ -132,9 +132,9 @@ def test_weights_of_another_shape_are_refused_while_the_old_ones_serve(kit, samp
     assert logprob_error(sampler, models["old"][1], prompts) < 2e-5
 
 
-def run_alone(script: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def run_alone(script: str, folder: Path, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """A script of this folder in a process of its own, which leaves no temporary files."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(folder), *arguments]
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # with a short name: sockets lie in it
         done = subprocess.run(command, env=os.environ | {"TMPDIR": temporary}, capture_output=True, text=True, timeout=timeout_s)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -156,13 +156,14 @@ def test_experts_are_right_after_updates_and_wrong_without_the_repair(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the engine's workers needs a core")
-def test_an_engine_of_two_workers_follows_every_update(tmp_path):
+@pytest.mark.parametrize("kind", ["tied", "untied", "moe"])
+def test_an_engine_of_two_workers_follows_every_one_of_twenty_updates(tmp_path, kind):
     """In a process of its own, since its workers are started anew from the main script."""
-    done = run_alone("tensor_parallel.py", tmp_path, timeout_s=380)
+    done = run_alone("tensor_parallel.py", tmp_path, kind, timeout_s=380)
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"at_start"')))
     assert max(found["at_start"], *found["errors"]) < 2e-5
     assert found["control"] > 0.1  # the two models differ
-    assert found["greedy"] == [True] * 6
+    assert found["greedy"] == [True] * 21
     assert found["raised"] == "no more"
     assert "no more" in found["refused"]
     assert found["same_draws"]
