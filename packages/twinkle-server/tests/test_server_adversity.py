@@ -342,6 +342,20 @@ def test_a_sampler_whose_workers_died_is_loaded_again(config: ServerConfig, make
 # Files.
 
 
+def test_a_server_on_a_full_disk_stops_whole(config: ServerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(config)
+
+    def full(*arguments: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def body() -> None:
+        monkeypatch.setattr(service.store, "touch_sessions", full)
+
+    in_service(service, body)
+    assert "writing down when sessions were last seen failed while the server stopped" in caplog.text
+    in_service(Service(config), lambda: asyncio.sleep(0))  # the folder is free again
+
+
 def test_a_full_disk_is_told_as_that_and_nothing_is_listed(config: ServerConfig) -> None:
     async def body(client: httpx.AsyncClient, service: Service, keys: Keys) -> None:
         run = a_run(service)

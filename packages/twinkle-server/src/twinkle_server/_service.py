@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,23 +110,30 @@ class Service:
         self._tasks = [asyncio.create_task(self._load_all()), asyncio.create_task(self._rounds())]
 
     async def stop(self) -> None:
-        """Lets running calls end, parks adapters, and closes everything."""
+        """Lets running calls end, parks adapters, and closes everything. What fails (a full disk, for one) is logged, and keeps nothing else open."""
         for task in self._tasks:
             task.cancel()
-        await self.calls.stop()
+        with _logged("stopping the calls"):
+            await self.calls.stop()
         for name, trainer in self.trainers.items():
             if trainer.is_ready:
-                await asyncio.get_running_loop().run_in_executor(self.calls.queue(trainer_queue(name)).pool, _put_away, trainer)
-        for sampler in self.samplers.values():
-            sampler.close()
-        await self.sessions.flush()
+                with _logged(f"parking the adapters of {name}"):
+                    await asyncio.get_running_loop().run_in_executor(self.calls.queue(trainer_queue(name)).pool, _put_away, trainer)
+        for name, sampler in self.samplers.items():
+            with _logged(f"closing {name}"):
+                sampler.close()
+        with _logged("writing down when sessions were last seen"):
+            await self.sessions.flush()
         if self._runtime is not None:
-            await self.io(self._runtime.shutdown)
+            with _logged("ending the workers"):
+                await self.io(self._runtime.shutdown)
         for queue in self.calls.queues.values():
             queue.pool.shutdown(wait=False, cancel_futures=True)
-        self.store.close()
+        with _logged("closing the database"):
+            self.store.close()
         self.folders.unlock()
-        await self.io(self.tracing.close)
+        with _logged("sending the last traces"):
+            await self.io(self.tracing.close)
         self._io.shutdown(wait=False)
         self._files.shutdown(wait=False)
 
@@ -256,6 +264,15 @@ def _drop(trainer: TrainerBackend, run_id: str) -> None:
         trainer.drop(run_id)
     except Exception:  # of a thread that nobody waits for
         logger.exception("the adapter of %s could not be dropped", run_id)
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """What is raised in this context is logged."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed while the server stopped", what)
 
 
 def _put_away(trainer: TrainerBackend) -> None:
