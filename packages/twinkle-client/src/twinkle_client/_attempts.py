@@ -63,7 +63,10 @@ class Attempts:
     def after_failure(self, error: httpx.HTTPError) -> float:
         """How long to wait after an attempt without an answer; raises where there is no other attempt."""
         never_sent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
-        return self._wait(self._failure(error), repeatable=never_sent or self._call.is_repeatable)
+        try:
+            return self._wait(self._failure(error), repeatable=never_sent or self._call.is_repeatable)
+        except ClientError as told:
+            raise told from error
 
     def after_answer(self, status: int, headers: Mapping[str, str], content: bytes) -> float | None:
         """None: the answer is one to read. A number: wait so long, then try again. Raises what else the answer is."""

@@ -14,7 +14,7 @@ import httpx
 
 from ._attempts import Attempts, error_of, error_of_future
 from ._calls import Call, ResultOf
-from ._errors import ConfigError, DeadlineExceeded, SessionLost, Unreachable
+from ._errors import ConfigError, SessionLost
 from ._resources import Future
 from ._settings import Settings
 
@@ -119,10 +119,7 @@ class Connection:
                     timeout=_timeout(attempts),
                 )
             except httpx.HTTPError as error:
-                try:
-                    wait_s = attempts.after_failure(error)
-                except (Unreachable, DeadlineExceeded) as told:
-                    raise told from error
+                wait_s = attempts.after_failure(error)
             else:
                 answered = attempts.after_answer(response.status_code, response.headers, response.content)
                 if answered is None:
@@ -218,10 +215,7 @@ class AsyncConnection:
                     timeout=_timeout(attempts),
                 )
             except httpx.HTTPError as error:
-                try:
-                    wait_s = attempts.after_failure(error)
-                except (Unreachable, DeadlineExceeded) as told:
-                    raise told from error
+                wait_s = attempts.after_failure(error)
             else:
                 answered = attempts.after_answer(response.status_code, response.headers, response.content)
                 if answered is None:

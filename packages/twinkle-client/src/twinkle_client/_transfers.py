@@ -14,7 +14,7 @@ import httpx
 from ._archives import Parcel, unpack
 from ._attempts import Attempts, error_of
 from ._calls import Call
-from ._errors import Conflict, DamagedCheckpoint, DeadlineExceeded, Unreachable
+from ._errors import Conflict, DamagedCheckpoint
 from ._resources import Checkpoint
 
 if TYPE_CHECKING:
@@ -92,10 +92,7 @@ def download(connection: Connection, call: Call[bytes], target: Path) -> Path:
                                 attempts = Attempts(call, connection.settings, request_id)  # it goes on, so it may break as often again
                     break
         except httpx.HTTPError as error:
-            try:
-                wait_s = attempts.after_failure(error)
-            except (Unreachable, DeadlineExceeded) as told:
-                raise told from error
+            wait_s = attempts.after_failure(error)
         connection.pause(wait_s)
     return _finish(part, target)
 
@@ -116,10 +113,7 @@ def upload(connection: Connection, call: Call[Checkpoint], folder: Path) -> Chec
             with connection.stream(call, request_id, _upload_headers(parcel), iter(parcel)) as response:
                 content = response.read()
         except httpx.HTTPError as error:
-            try:
-                wait_s = attempts.after_failure(error)
-            except (Unreachable, DeadlineExceeded) as told:
-                raise told from error
+            wait_s = attempts.after_failure(error)
         else:
             answered = _after_upload(attempts, response.status_code, response.headers, content)
             if answered is None:
@@ -146,10 +140,7 @@ async def download_async(connection: AsyncConnection, call: Call[bytes], target:
                                 attempts = Attempts(call, connection.settings, request_id)
                     break
         except httpx.HTTPError as error:
-            try:
-                wait_s = attempts.after_failure(error)
-            except (Unreachable, DeadlineExceeded) as told:
-                raise told from error
+            wait_s = attempts.after_failure(error)
         await asyncio.sleep(wait_s)
     return await asyncio.to_thread(_finish, part, target)
 
@@ -169,10 +160,7 @@ async def upload_async(connection: AsyncConnection, call: Call[Checkpoint], fold
             async with connection.stream(call, request_id, _upload_headers(parcel), chunks()) as response:
                 content = await response.aread()
         except httpx.HTTPError as error:
-            try:
-                wait_s = attempts.after_failure(error)
-            except (Unreachable, DeadlineExceeded) as told:
-                raise told from error
+            wait_s = attempts.after_failure(error)
         else:
             answered = _after_upload(attempts, response.status_code, response.headers, content)
             if answered is None:
