@@ -115,7 +115,7 @@ def packed_on_one_rank(path: Path, rows: list[Any]) -> list[str]:
     for call in (trainer.forward, trainer.forward_only, trainer.forward_backward, trainer.embed):
         try:
             call(mine)
-        except Exception as error:
+        except Exception as error:  # of whatever type: the test looks at that
             said.append(f"{type(error).__name__} {error}")
         trainer.zero_grad()
     trainer.forward_backward(rows[:1])

@@ -271,7 +271,7 @@ def _logged(what: str) -> Iterator[None]:
     """What is raised in this context is logged."""
     try:
         yield
-    except Exception:
+    except Exception:  # of any part; the others are to be closed, too
         logger.exception("%s failed while the server stopped", what)
 
 
