@@ -17,6 +17,7 @@ from twinkle_data import InputFeature
 from twinkle_megatron import CheckpointError, LayoutError, MegatronModel, ModelNotFoundError, UnsupportedModelError
 from twinkle_mesh import DeviceMesh
 from twinkle_train import CallOrderError, ConfigError, InputError, LossInput, LossOutput
+from twinkle_train.testing.interrupts import check_refused, half_checkpoint, interrupted
 
 
 @pytest.fixture
@@ -426,9 +427,7 @@ def test_a_tensor_of_another_shape_is_refused_before_anything_is_changed(checkpo
 
 
 @pytest.mark.timeout(240)
-def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(
-    checkpoint: Any, build: Any, features: list[Any], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(checkpoint: Any, build: Any, features: list[Any], tmp_path: Path) -> None:
     path = checkpoint("qwen3")
     model = build(path)
     model.add_adapter_to_model("a", {"r": 2})
@@ -437,34 +436,10 @@ def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(
         model.set_optimizer("adamw", lr=0.01, adapter_name=name)
     model.save(tmp_path / "a", adapter_name="a")
     model.save_checkpoint(tmp_path / "state")
-    shutil.copytree(tmp_path / "state", tmp_path / "cut")
-    data = tmp_path / "cut" / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    info = tmp_path / "cut" / "checkpoint.json"
-    info.write_text(json.dumps(json.loads(info.read_text()) | {"checksums": {}}))  # or it would be found out before anything is read
+    half_checkpoint(tmp_path / "state", tmp_path / "cut")
 
     def refused(words: str, names: tuple[str, ...] = ("", "a")) -> None:
-        for name in names:
-            model.zero_grad(adapter_name=name)
-            for call in (
-                lambda name=name: model.forward_backward(features, adapter_name=name),
-                lambda name=name: model.forward_only(features, adapter_name=name).get(),
-                lambda name=name: model.save(tmp_path / "mixed", adapter_name=name),
-                lambda name=name: model.save_checkpoint(tmp_path / "mixed"),
-                lambda name=name: model.export_weights(adapter_name=name),
-                lambda name=name: model.get_state_dict(adapter_name=name),
-            ):
-                with pytest.raises(CallOrderError, match=words):
-                    call()
-
-    def interrupted(owner: Any, method: str, call: Any) -> None:
-        def stop(*args: Any, **options: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, stop)
-            with pytest.raises(KeyboardInterrupt):
-                call()
+        check_refused(model, features, tmp_path / "mixed", words, names)
 
     with pytest.raises(CheckpointError, match="could not read"):
         model.resume_from_checkpoint(tmp_path / "cut")
@@ -486,4 +461,3 @@ def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(
     model.resume_from_checkpoint(tmp_path / "state")
     model.forward_backward(features)
     model.clip_grad_and_step()
-    assert not (tmp_path / "mixed").exists()

@@ -1,8 +1,6 @@
 """What Ctrl-C or an error leaves behind: passes that did not end leave nothing, weights that are a mixture are not used."""
 
-import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +115,9 @@ def test_an_adapter_that_was_being_chosen_is_chosen_again(checkpoint: Any, featu
 
 
 @pytest.mark.timeout(120)
-def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(checkpoint: Any, features: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(checkpoint: Any, features: list[Any], tmp_path: Path) -> None:
     from twinkle_train import CallOrderError, CheckpointError
+    from twinkle_train.testing.interrupts import check_refused, half_checkpoint, interrupted
     from twinkle_transformers import TransformersModel
 
     path = checkpoint("qwen3")
@@ -129,37 +128,14 @@ def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(checkpoint: Any,
         model.set_optimizer("adamw", lr=0.01, adapter_name=name)
     model.save(tmp_path / "a", adapter_name="a")
     model.save_checkpoint(tmp_path / "state")
-    shutil.copytree(tmp_path / "state", tmp_path / "cut")
-    data = tmp_path / "cut" / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    info = tmp_path / "cut" / "checkpoint.json"
-    info.write_text(json.dumps(json.loads(info.read_text()) | {"checksums": {}}))  # or it would be found out before anything is read
+    half_checkpoint(tmp_path / "state", tmp_path / "cut")
+    own: list[Any] = [
+        lambda name: model.embed(features, adapter_name=name),
+        lambda name: next(model.iter_adapter(name) if name else model.iter_weights()),
+    ]
 
     def refused(words: str, names: tuple[str, ...] = ("", "a")) -> None:
-        for name in names:
-            model.zero_grad(adapter_name=name)
-            for call in (
-                lambda name=name: model.forward_backward(features, adapter_name=name),
-                lambda name=name: model.forward_only(features, adapter_name=name).get(),
-                lambda name=name: model.embed(features, adapter_name=name),
-                lambda name=name: model.save(tmp_path / "mixed", adapter_name=name),
-                lambda name=name: model.save_checkpoint(tmp_path / "mixed"),
-                lambda name=name: model.export_weights(adapter_name=name),
-                lambda name=name: model.get_state_dict(adapter_name=name),
-            ):
-                with pytest.raises(CallOrderError, match=words):
-                    call()
-        with pytest.raises(CallOrderError, match=words):
-            next(model.iter_adapter("a") if names == ("a",) else model.iter_weights())
-
-    def interrupted(owner: Any, method: str, call: Any) -> None:
-        def stop(*args: Any, **options: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, method, stop)
-            with pytest.raises(KeyboardInterrupt):
-                call()
+        check_refused(model, features, tmp_path / "mixed", words, names, own)
 
     with pytest.raises(CheckpointError, match="could not read"):
         model.resume_from_checkpoint(tmp_path / "cut")
@@ -184,4 +160,3 @@ def test_a_mixture_of_weights_is_refused_until_a_load_ends_well(checkpoint: Any,
     model.forward_backward(features)
     model.clip_grad_and_step()
     model.close()
-    assert not (tmp_path / "mixed").exists()
