@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_another_program_answers(server: Any, answer: Any, caplog: pytest.LogCap
     assert caught.value.status == answer[0]
 
 
-def test_an_answer_that_is_none_of_the_services_is_an_error_of_this_package(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_is_none_of_the_services_is_an_error_of_this_package(server: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "twinkle_client")
     client = TwinkleClient(session_heartbeat_interval=0.05)
     server.service.faults["session_heartbeat"] = [(200, b"Log in to this network")]
@@ -156,6 +157,11 @@ def test_an_answer_that_is_none_of_the_services_is_an_error_of_this_package(serv
     server.service.faults["capacity_info"] = [(200, b"Log in to this network")]
     with pytest.raises(twinkle_client.ServerFailed, match=r"cannot be read .*is the service there"):
         client.get_capacity_info()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    server.service.faults["upload"] = [(200, b"Log in to this network")]
+    with pytest.raises(twinkle_client.ServerFailed, match=r"cannot be read .*is the service there"):
+        client.upload_checkpoint("run-1", "name", tmp_path)
 
 
 def test_a_wrong_key_is_told_at_once_and_leaves_no_client_behind(server: Any) -> None:

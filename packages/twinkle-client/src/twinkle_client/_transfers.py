@@ -117,7 +117,7 @@ def upload(connection: Connection, call: Call[Checkpoint], folder: Path) -> Chec
         else:
             answered = _after_upload(attempts, response.status_code, response.headers, content)
             if answered is None:
-                return call.read(content)
+                return attempts.read(content)
             wait_s = answered
         connection.pause(wait_s)
 
@@ -164,6 +164,6 @@ async def upload_async(connection: AsyncConnection, call: Call[Checkpoint], fold
         else:
             answered = _after_upload(attempts, response.status_code, response.headers, content)
             if answered is None:
-                return call.read(content)
+                return attempts.read(content)
             wait_s = answered
         await asyncio.sleep(wait_s)
